@@ -1,0 +1,1 @@
+"""The asynchronous NEFF runtime: one port, several implementations. Private."""

@@ -1,0 +1,105 @@
+"""Copies between the host and a device, and within devices.
+
+Host memory is pageable: it is read at the call, before `copy_` returns, so the caller may change it
+at once. A fresh device buffer, which no command has named yet, is written on the spot; any other
+goes through a command of the current stream. A copy to the host is always a command.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from neuron_streams._runtime.cpu import tensor_of
+from neuron_streams._runtime.port import Buffer, Copy, View
+from neuron_streams.device import context, raise_first
+from neuron_streams.stream import current_stream
+
+__all__ = ["contiguous", "copy_between", "copy_into", "empty", "from_host", "to_host", "wait_for"]
+
+
+def contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, in elements."""
+    strides, step = [], 1
+    for extent in reversed(size):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+def empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: int) -> View:
+    """A view of a fresh buffer with room for exactly these strides."""
+    reach = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    elements = 0 if math.prod(size) == 0 else reach
+    buffer = context().runtime.allocate(device, elements * dtype.itemsize)
+    return View(buffer, dtype, size, stride)
+
+
+def write_fresh(view: View, source: torch.Tensor) -> None:
+    """Write host data into a buffer that no command has named. Host: copies, waits for nobody."""
+    with torch.inference_mode():
+        tensor_of(view).copy_(source.detach())
+
+
+def from_host(source: torch.Tensor, device: int) -> View:
+    """A contiguous device copy of a host tensor. Host: copies at once. Stream: nobody."""
+    size = tuple(source.shape)
+    view = empty(size, contiguous(size), source.dtype, device)
+    write_fresh(view, source)
+    return view
+
+
+def to_host(view: View, out: torch.Tensor, non_blocking: bool) -> None:
+    """Copy a view into host memory, on the current stream of the view's device.
+
+    Host: waits for the copy unless `non_blocking`, and for the view's own writer. Stream: copies.
+    """
+    buffer = view.buffer
+    stream = current_stream(buffer.device)
+    if not non_blocking and buffer.writer is not None:
+        stream._state.wait(buffer.writer)
+    ticket = stream._submit(Copy(view, out, name="copy to host"), reads=(buffer,))
+    if not non_blocking:
+        context().runtime.wait(ticket)
+        if buffer.failure is not None:
+            raise_first((buffer.failure,))
+        raise_first(context().runtime.failures(ticket, ticket.value - 1))
+
+
+def copy_into(target: View, source: torch.Tensor, non_blocking: bool) -> None:
+    """Copy host memory into a view; the source may be changed when the call returns.
+
+    Host: waits for the copy unless `non_blocking`. Stream: copies.
+    """
+    buffer = target.buffer
+    if not buffer.named:
+        write_fresh(target, source)
+        return
+    kept = torch.empty(source.shape, dtype=target.dtype)
+    kept.copy_(source.detach())
+    command = Copy(kept, target, name="copy from host")
+    ticket = current_stream(buffer.device)._submit(command, writes=(buffer,))
+    if not non_blocking:
+        context().runtime.wait(ticket)
+
+
+def copy_between(target: View, source: View) -> None:
+    """Copy a view into another, on the current stream of the target's device.
+
+    Between devices the copy starts behind the current stream of the source's device, too.
+    Host: returns at once. Stream: copies.
+    """
+    stream = current_stream(target.buffer.device)
+    if source.buffer.device != target.buffer.device:
+        stream.wait_stream(current_stream(source.buffer.device))
+    command = Copy(source, target, name="copy")
+    stream._submit(command, reads=(source.buffer,), writes=(target.buffer,))
+
+
+def wait_for(buffer: Buffer) -> None:
+    """Wait for a buffer's own writer and raise what poisons it. Host: waits. Stream: nobody."""
+    if buffer.writer is not None:
+        context().runtime.wait(buffer.writer)
+    if buffer.failure is not None:
+        raise_first((buffer.failure,))

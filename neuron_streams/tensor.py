@@ -1,0 +1,227 @@
+"""NeuronTensor: a tensor on a device, and a future.
+
+It knows its buffer, and the buffer knows the ticket of the last command that writes it: reading the
+tensor on the host waits for that ticket and no other. Below Python it is an empty wrapper whose
+device index is always 0, because torch's Python backends know one device; `device`, `get_device`
+and `to` tell the truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import Self
+
+from neuron_streams import memory
+from neuron_streams._runtime.port import View
+from neuron_streams.device import context, index_of
+from neuron_streams.errors import UnsupportedError
+from neuron_streams.stream import as_stream
+
+__all__ = ["NeuronTensor"]
+
+aten = torch.ops.aten
+
+
+class NeuronTensor(torch.Tensor):
+    """A device tensor. Made by `tensor.to("neuron")`, `torch.empty(..., device="neuron")` and
+    executables, never by hand.
+
+    Host: only reading its values waits. Source: a device tensor of torch.cuda; the implicit wait of
+    its readers on other streams is the Neuron runtime's promise for the inputs of a NEFF.
+    """
+
+    _view: View
+
+    @staticmethod
+    def _wrap(view: View, requires_grad: bool = False) -> NeuronTensor:
+        made: NeuronTensor = torch.Tensor._make_wrapper_subclass(
+            NeuronTensor,
+            view.size,
+            strides=view.stride,
+            storage_offset=view.offset,
+            dtype=view.dtype,
+            device=torch.device(_WRAPPED),
+            requires_grad=requires_grad,
+        )
+        made._view = view
+        return made
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        raise TypeError(
+            'NeuronTensor(...): device tensors are made by tensor.to("neuron") or '
+            'torch.empty(..., device="neuron")'
+        )
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("neuron", self._view.buffer.device)
+
+    def get_device(self) -> int:
+        return self._view.buffer.device
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the last command that writes the tensor has completed. Host: returns at once."""
+        writer = self._view.buffer.writer
+        return writer is None or context().runtime.completed(writer.lane) >= writer.value
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As torch.Tensor.to; another device index is another device."""
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is None or device.type != "neuron":
+            return super().to(*args, **kwargs)
+        index = index_of(device)
+        if dtype not in (None, self.dtype):
+            raise _unsupported("to(dtype)")
+        if index == self.get_device() and not kwargs.get("copy", False):
+            return self
+        size = tuple(self.shape)
+        view = memory.empty(size, memory.contiguous(size), self.dtype, index)
+        memory.copy_between(view, self._view)
+        return NeuronTensor._wrap(view)
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
+        """A host copy. Host: waits for the tensor's own ticket and for the copy."""
+        return self.to("cpu", memory_format=memory_format)
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if not force:
+            raise TypeError(
+                "can't convert neuron:0 device type tensor to numpy. Use Tensor.cpu() to copy the "
+                "tensor to host memory first."
+            )
+        return self.cpu().numpy()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        poison = self._view.buffer.failure
+        state = "ready" if self.is_ready else "pending"
+        if poison is not None and self.is_ready:
+            state = f"failed: {type(poison.error).__name__}"
+        return (
+            f"NeuronTensor(shape={list(self.shape)}, dtype={self.dtype}, "
+            f"device='neuron:{self.get_device()}', {state})"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            raise _unsupported(str(func))
+        return handler(*args, **(kwargs or {}))
+
+
+_WRAPPED = "neuron:0"
+
+
+def _unsupported(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what}: eager operators on Neuron tensors are not there yet; "
+        "put the computation into neuron_streams.compile(), or copy the tensor to the host first"
+    )
+
+
+def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if isinstance(target, NeuronTensor):
+        if isinstance(source, NeuronTensor):
+            memory.copy_between(target._view, source._view)
+        else:
+            memory.copy_into(target._view, source, non_blocking)
+    elif isinstance(source, NeuronTensor):
+        memory.to_host(source._view, target, non_blocking)
+    return target
+
+
+def _to_copy(
+    source: NeuronTensor,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    if device is None or device.type != "cpu":
+        raise _unsupported("aten._to_copy on the device")
+    out = torch.empty(source.shape, dtype=dtype or source.dtype)
+    memory.to_host(source._view, out, non_blocking)
+    return out
+
+
+def _local_scalar_dense(source: NeuronTensor) -> bool | int | float | complex:
+    value: bool | int | float | complex = source.cpu().item()
+    return value
+
+
+def _record_stream(tensor: NeuronTensor, stream: torch.Stream) -> None:
+    """Nothing to keep: a command holds the buffers that it names until it has completed."""
+    as_stream(stream)
+
+
+def _alias(source: NeuronTensor) -> NeuronTensor:
+    return NeuronTensor._wrap(source._view)
+
+
+def _is_pinned(tensor: NeuronTensor, device: torch.device | None = None) -> bool:
+    return False
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.copy_.default: _copy_,
+    aten._to_copy.default: _to_copy,
+    aten._local_scalar_dense.default: _local_scalar_dense,
+    aten.record_stream.default: _record_stream,
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.is_pinned.default: _is_pinned,
+}
+
+
+def _empty_strided(
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> NeuronTensor:
+    view = memory.empty(
+        tuple(size), tuple(stride), dtype or torch.get_default_dtype(), index_of(device)
+    )
+    return NeuronTensor._wrap(view)
+
+
+def _empty(
+    size: Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    memory_format: torch.memory_format | None = None,
+) -> NeuronTensor:
+    shape = tuple(size)
+    strides = torch.empty(shape, device="meta", memory_format=memory_format).stride()
+    return _empty_strided(shape, strides, dtype, layout, device, pin_memory)
+
+
+_library: torch.library.Library | None = None
+
+
+def register_factories() -> None:
+    """Give torch what it needs to make a tensor on "neuron"; once, at the first use of anything."""
+    global _library
+    if _library is None:
+        _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        for name, kernel in (("empty.memory_format", _empty), ("empty_strided", _empty_strided)):
+            _library.impl(name, kernel, "PrivateUse1")  # type: ignore[no-untyped-call]

@@ -1,0 +1,28 @@
+"""What every test shares: one thread per kernel, and no runtime left over from another test."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from neuron_streams.device import replace
+
+torch.set_num_threads(1)
+settings.register_profile(
+    "ci", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_runtime():
+    """Each test starts its own runtime at first use; it is closed behind the test."""
+    before = replace(None)
+    yield
+    made = replace(None)
+    if made is not None:
+        made.close(5.0)
+    replace(before)

@@ -1,0 +1,65 @@
+"""The contract suite runs on every runtime, and on torch.cuda where there is a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import neuron_streams
+from neuron_streams.testing import EmulatedRuntime, Gate, ManualRuntime, use_runtime
+
+RUNTIMES = {"manual": ManualRuntime, "emulated": EmulatedRuntime}
+
+
+@pytest.fixture(params=["manual", "emulated"])
+def runtime(request):
+    """A bare runtime, for the tests of the port."""
+    made = RUNTIMES[request.param](devices=2)
+    yield made
+    made.close(5.0)
+
+
+@pytest.fixture(
+    params=[
+        "manual",
+        "emulated",
+        "emulated-explicit",
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
+def streams(request, monkeypatch):
+    """The stream namespace: ours on each runtime, implicit waits on and off, or torch.cuda."""
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA GPU here")
+        yield torch.cuda
+        torch.cuda.synchronize()
+        return
+    kind, _, explicit = request.param.partition("-")
+    if explicit:
+        monkeypatch.setenv("NEURON_STREAMS_IMPLICIT_WAITS", "0")
+    with use_runtime(RUNTIMES[kind](devices=2)):
+        yield neuron_streams
+
+
+@pytest.fixture
+def device(streams):
+    return "cuda" if streams is torch.cuda else "neuron"
+
+
+@pytest.fixture
+def hold(streams):
+    """`hold(stream)` keeps a stream busy; calling what it returns lets it go on."""
+    gates = []
+
+    def hold_stream(stream):
+        if streams is torch.cuda:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(1_000_000_000)
+            return lambda: None
+        gates.append(Gate(stream))
+        return gates[-1].open
+
+    yield hold_stream
+    for gate in gates:
+        gate.open()
