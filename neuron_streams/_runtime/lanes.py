@@ -204,8 +204,8 @@ class Lanes(Runtime):
             if isinstance(command, Marker) and command.timed:
                 found.timed[entry.value] = command
             if len(found.pending) == 1:
-                self._advance(found)
-                self._dispatch(found.device)
+                for touched in self._advance(found):
+                    self._dispatch(touched)
             return Ticket(lane, entry.value)
 
     def _wait_for_room(self, device: _Device) -> None:
@@ -226,9 +226,12 @@ class Lanes(Runtime):
 
     # -- running ----------------------------------------------------------------------------
 
-    def _advance(self, lane: _Lane) -> None:
-        """Move the head of a lane on as far as it goes without running anything."""
-        work = deque([lane])
+    def _advance(self, *lanes: _Lane) -> set[int]:
+        """Move the heads of lanes on as far as they go without running anything.
+
+        Returns the devices on which commands became ready.
+        """
+        work, devices = deque(lanes), set()
         while work:
             lane = work.popleft()
             while lane.pending:
@@ -241,7 +244,9 @@ class Lanes(Runtime):
                 head.queued = True
                 heap = self._devices[lane.device].ready[head.command.unit]
                 heapq.heappush(heap, (lane.priority, next(self._order), head))
+                devices.add(lane.device)
                 break
+        return devices
 
     def _complete(self, entry: Entry) -> list[_Lane]:
         """Count the head of a lane as completed; returns the lanes that may move on now."""
@@ -311,11 +316,9 @@ class Lanes(Runtime):
             self._room.notify_all()
         self._intervals.append((lane.device, command.unit, entry.started, ended, command.name))
         moved = self._complete(entry)
-        self._advance(lane)
-        for other in moved:
-            self._advance(other)
-            if other.device != lane.device:
-                self._dispatch(other.device)
+        for touched in self._advance(lane, *moved):
+            if touched != lane.device:  # whoever finishes goes on with its own device
+                self._dispatch(touched)
 
     def complete(self, ticket: Ticket, error: BaseException | None = None) -> None:
         with self._lock:
@@ -333,9 +336,8 @@ class Lanes(Runtime):
                 if error is not None:
                     head.failure = Failure(error, head.ticket, head.command.name)
                 moved += self._complete(head)
-            for other in moved:
-                self._advance(other)
-                self._dispatch(other.device)
+            for touched in self._advance(*moved):
+                self._dispatch(touched)
 
     # -- waiting ----------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -223,10 +224,8 @@ def test_close_cancels_what_has_not_started_and_wakes_everyone(runtime):
     woken = []
 
     def wait():
-        try:
+        with contextlib.suppress(DeadlockError):
             runtime.wait(ticket)
-        except DeadlockError:
-            pass
         woken.append(True)
 
     thread = threading.Thread(target=wait)
@@ -238,6 +237,24 @@ def test_close_cancels_what_has_not_started_and_wakes_everyone(runtime):
     assert isinstance(buffer.failure.error, CancelledError)
     with pytest.raises(RuntimeError, match="is closed"):
         runtime.submit(lane, Marker())
+
+
+def test_a_chain_of_markers_wakes_the_device_at_its_end(runtime):
+    log, lanes = [], [runtime.open_lane(device) for device in (0, 1, 0, 1)]
+    last = held = pledge(runtime)
+    for lane in lanes:
+        last = runtime.submit(lane, Marker(), after=[last])
+    end = runtime.submit(lanes[-1], execute(log, "end"))
+    first = runtime.submit(runtime.open_lane(0), execute(log, "first"), after=[held])
+    runtime.complete(held)
+    runtime.wait(end, timeout=10)
+    runtime.wait(first, timeout=10)
+    start = runtime.submit(lanes[0], execute(log, "start"))
+    marker = runtime.submit(lanes[0], Marker())
+    far = runtime.submit(lanes[1], Marker(), after=[marker])
+    runtime.wait(runtime.submit(lanes[1], execute(log, "far"), after=[far]), timeout=10)
+    assert runtime.completed(lanes[0]) >= start.value
+    assert sorted(log) == ["end", "far", "first", "start"]
 
 
 def test_busy_intervals_say_what_ran(runtime):

@@ -46,7 +46,7 @@ def test_comparisons_as_fixed_upstream(streams):
     assert (s != None) is True  # noqa: E711
     assert (s == None) is False  # noqa: E711
     with pytest.raises(TypeError):
-        s < streams.Stream()
+        _ = s < streams.Stream()
 
 
 def test_the_default_stream_has_id_0(streams):
