@@ -1,0 +1,133 @@
+"""What `compile` does: check, trace, cut, and compile or keep as a graph."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from neuron_streams._compiler import library
+from neuron_streams._compiler.plan import Plan, plan
+from neuron_streams._compiler.signature import Signature, input_names, output_names, spec_of
+from neuron_streams._compiler.trace import Trace, trace
+from neuron_streams._runtime import chain, toolchain
+from neuron_streams._runtime.port import Payload
+
+__all__ = ["build"]
+
+log = logging.getLogger(__name__)
+
+
+def build(
+    function: Callable[..., Any],
+    example_inputs: Sequence[torch.Tensor] | Mapping[str, torch.Tensor],
+    mutates: tuple[str, ...],
+    name: str,
+    target: str | None,
+) -> tuple[Signature, Payload]:
+    """What `compile` does; its docstring says the rest."""
+    names = input_names(function, example_inputs)
+    if isinstance(example_inputs, Mapping):
+        function = _by_name(function, names)
+    examples = [example_inputs[key] for key in _keys(example_inputs)]
+    _check_examples(name, names, examples)
+    examples = [example.detach().contiguous() for example in examples]
+    chosen = _choose(name, target)
+    planned = plan(function, examples)
+    mutated = tuple(names[number] for number in planned.mutated)
+    _check_mutates(name, mutates, mutated)
+    payload = _compiled(name, planned) if chosen == "cpu" else None
+    payload = payload or Payload("exported", name, _graph(function, examples))
+    inputs = tuple(map(spec_of, names, examples))
+    outputs = tuple(map(spec_of, output_names(planned.structure), planned.outputs))
+    return Signature(name, inputs, outputs, mutated, planned.structure), payload
+
+
+def _keys(examples: Any) -> Iterable[Any]:
+    return examples if isinstance(examples, Mapping) else range(len(examples))
+
+
+def _compiled(name: str, planned: Plan) -> Payload | None:
+    try:
+        return Payload("program", name, library.program(name, planned))
+    except library.UnsupportedOperatorError as operator:
+        log.info("%s runs as an exported graph: AOTInductor has no C for %s", name, operator)
+        return None
+
+
+def _check_examples(name: str, names: Sequence[str], examples: Sequence[object]) -> None:
+    for given, example in zip(names, examples, strict=True):
+        if not isinstance(example, torch.Tensor):
+            raise TypeError(
+                f"{name}: example {given!r} is {type(example).__name__}, not a tensor. Close over "
+                "constants, with functools.partial for instance."
+            )
+    if len(set(names)) != len(names):
+        raise ValueError(f"{name}: input names repeat: {list(names)}.")
+
+
+def _choose(name: str, target: str | None) -> str:
+    if target == "neuron":
+        raise NotImplementedError(
+            f"{name}: target='neuron' makes NEFFs, which need the nrt runtime, and this version "
+            "has none. Use target=None, which runs on the CPU."
+        )
+    if target not in (None, "cpu", "exported"):
+        raise ValueError(f"{name}: target={target!r} is none of 'cpu', 'exported' and 'neuron'.")
+    missing = toolchain.cxx_compiler() is None or not chain.supported()
+    if missing and target is None:
+        _say_once()
+    if missing and target == "cpu":
+        raise RuntimeError(
+            f"{name}: target='cpu' needs a C++ compiler, and none was found. Install g++, set CXX, "
+            "or use target='exported'."
+        )
+    return target or ("exported" if missing else "cpu")
+
+
+def _by_name(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    def called(*tensors: torch.Tensor) -> Any:
+        return function(**dict(zip(names, tensors, strict=True)))
+
+    return called
+
+
+def _check_mutates(name: str, declared: tuple[str, ...], found: tuple[str, ...]) -> None:
+    if unknown := sorted(set(declared) - set(found)):
+        raise ValueError(
+            f"{name}: mutates names {unknown}, which the function does not update in place (it "
+            f"updates {list(found)}). Leave them out, or write into them with copy_ or index_put_."
+        )
+    if missing := sorted(set(found) - set(declared)):
+        raise ValueError(
+            f"{name}: the function updates {missing} in place, which mutates does not name. "
+            f"Pass mutates={list(found)}, or copy before writing."
+        )
+
+
+@functools.cache
+def _say_once() -> None:
+    log.info(
+        "There is no C++ compiler, so executables run as exported graphs: the same results, "
+        "slower and holding the GIL. Install g++ or set CXX."
+    )
+
+
+def _graph(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The function as a graph module of aten operators; its weights are shared buffers."""
+    traced: Trace = trace(function, examples, FakeTensorMode(allow_non_fake_inputs=True))
+    graph, inputs, root = traced.graph, traced.inputs, torch.nn.Module()
+    for number, weight in enumerate(traced.weights):
+        root.register_buffer(f"weight_{number}", weight)
+        node = inputs[traced.input_count + number]
+        with graph.inserting_before(node):
+            held = graph.create_node("get_attr", f"weight_{number}")
+        held.meta = dict(node.meta)
+        node.replace_all_uses_with(held)
+        graph.erase_node(node)
+    return fx.GraphModule(root, graph)

@@ -1,0 +1,241 @@
+"""Executables: functions compiled once for static shapes, run as one command of a stream.
+
+On Neuron hardware that is a NEFF. Where the CPU plays the device its stand-in is a chain of
+AOTInductor libraries, which run without the GIL; where no C++ compiler is, the graph run by Python,
+with the same results.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils import _pytree as pytree
+from typing_extensions import Self
+
+from neuron_streams._compiler import archive
+from neuron_streams._compiler.signature import Signature, TensorSpec, describe
+from neuron_streams._runtime.port import Execute, Handle, Payload, Runtime, View
+from neuron_streams.context import context
+from neuron_streams.stream import current_stream
+from neuron_streams.tensor import NeuronTensor
+
+__all__ = ["Executable", "TensorSpec", "compile"]
+
+Tensors: TypeAlias = "Sequence[torch.Tensor] | Mapping[str, torch.Tensor]"
+_TARGETS = {"program": "cpu", "exported": "exported"}
+
+
+def compile(  # noqa: A001  (torch spells it so)
+    function: Callable[..., Any],
+    example_inputs: Tensors,
+    *,
+    mutates: Sequence[str] = (),
+    name: str | None = None,
+    target: str | None = None,
+) -> Executable:
+    """Compile a function or module of tensors for the shapes and dtypes of its examples.
+
+    Weights are not copied: all executables of a model share its parameters, which must not change
+    afterwards. What was compiled is kept on disk by content. A layer that a model repeats is
+    compiled once.
+
+    Args:
+        function: returns a tensor, or a tuple or dict of tensors.
+        example_inputs: host tensors in the order of the parameters, or under their names; only
+            their shapes and dtypes count.
+        mutates: the names of the inputs that the function updates in place, such as a KV cache.
+        name: for errors, logs and traces; the function's own when None.
+        target: `"cpu"` (compiled libraries), `"exported"` (the graph, run by Python) or `"neuron"`;
+            None takes the best there is.
+
+    Raises:
+        ValueError: `mutates` does not fit what the function does, it depends on values of tensors,
+            or it updates a tensor of its own.
+        TypeError: it takes or returns something that is not a tensor.
+
+    Host: waits for the compilers, seconds for each part that is not in the cache.
+    Source: torch_neuronx.trace.
+    """
+    from neuron_streams._compiler.build import build  # not at import: it loads half of torch
+
+    name = name or getattr(function, "__name__", type(function).__name__).lower()
+    return Executable(*build(function, example_inputs, tuple(mutates), name, target))
+
+
+class Executable:
+    """A compiled function. Calling it submits one command and returns device tensors at once.
+
+    Made by `compile` or `Executable.load`.
+    """
+
+    def __init__(self, signature: Signature, payload: Payload) -> None:
+        self._signature = signature
+        self._payload = payload
+        self._handles: dict[int, tuple[Runtime, Handle]] = {}
+        self._mutated = tuple(
+            n for n, spec in enumerate(signature.inputs) if spec.name in signature.mutates
+        )
+        self._expected = tuple((s.dtype, s.shape, s.stride) for s in signature.inputs)
+        self._made = tuple(
+            (s.dtype, s.shape, s.stride, math.prod(s.shape) * s.dtype.itemsize)
+            for s in signature.outputs
+        )
+        self._rebuild = _rebuilder(signature.structure)
+
+    @property
+    def name(self) -> str:
+        """The name given to `compile`."""
+        return self._signature.name
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What it takes, in order."""
+        return self._signature.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """What it returns, flat."""
+        return self._signature.outputs
+
+    @property
+    def mutates(self) -> tuple[str, ...]:
+        """The names of the inputs that it updates in place."""
+        return self._signature.mutates
+
+    @property
+    def target(self) -> str:
+        """`"cpu"` for compiled libraries, `"exported"` for a graph run by Python."""
+        return _TARGETS[self._payload.format]
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        """Run on the current stream.
+
+        A host tensor is copied into a fresh device buffer at the call, so it may be changed at
+        once. Every result is a fresh tensor that nothing overwrites, also where the function
+        returns an input or a view of one.
+
+        Returns:
+            NeuronTensors in the structure that the function returns.
+
+        Raises:
+            TypeError, ValueError: a wrong number, dtype, shape, layout or device of an input.
+
+        Host: returns at once. Stream: runs it.
+        """
+        stream = current_stream()
+        state = stream._state
+        device, runtime = state.device, state.context.runtime
+        expected = self._expected
+        if len(tensors) != len(expected):
+            raise self._wrong_count(len(tensors))
+        views = []
+        for number, tensor in enumerate(tensors):
+            if type(tensor) is NeuronTensor:
+                view = tensor._view
+                form = (view.dtype, view.size, view.stride, view.buffer.device)
+                if form == (*expected[number], device):
+                    views.append(view)
+                    continue
+            views.append(self._view_of(number, tensor, device))
+        loaded = self._handles.get(device)
+        handle = loaded[1] if loaded and loaded[0] is runtime else self._load(runtime, device)
+        results = [
+            View(runtime.allocate(device, nbytes), dtype, size, stride)
+            for dtype, size, stride, nbytes in self._made
+        ]
+        buffers = tuple([view.buffer for view in results])
+        inputs = tuple(views)
+        command = Execute(handle, inputs, buffers, self._mutated, name=self._signature.name)
+        written = [inputs[n].buffer for n in self._mutated]
+        stream._submit(command, [view.buffer for view in inputs], [*buffers, *written])
+        return self._rebuild([NeuronTensor._wrap(view) for view in results])
+
+    def _load(self, runtime: Runtime, device: int) -> Handle:
+        handle = runtime.load(self._payload, device)
+        self._handles[device] = (runtime, handle)
+        return handle
+
+    def _view_of(self, number: int, tensor: object, device: int) -> View:
+        """The view of an input that is no device tensor of exactly the expected form."""
+        spec = self._signature.inputs[number]
+        where = f"{self.name}: input {spec.name!r}"
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{where} expects a tensor, got {type(tensor).__name__}.")
+        if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
+            raise (TypeError if tensor.dtype != spec.dtype else ValueError)(
+                f"{where} expects {describe(spec.dtype, spec.shape)}, "
+                f"got {describe(tensor.dtype, tensor.shape)}. Shapes are fixed when it is compiled."
+            )
+        if isinstance(tensor, NeuronTensor):
+            return _placed(where, tensor, device)
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{where} is on {tensor.device}. Copy it to neuron:{device} first.")
+        if spec.name in self.mutates:
+            raise ValueError(
+                f"{where} is updated in place, so it must be on the device, and it is a host "
+                f'tensor. Give it {spec.name}.to("neuron:{device}"), and keep that.'
+            )
+        return _fresh(tensor, spec, device)
+
+    def _wrong_count(self, given: int) -> TypeError:
+        expected = ", ".join(map(str, self.inputs))
+        return TypeError(
+            f"{self.name} takes {len(self.inputs)} tensors ({expected}), and {given} were given."
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file, weights and all; whole or not at all. Host: waits for the disk."""
+        archive.write(path, self._signature, self._payload)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read one that `save` wrote. It is code: load only what you trust.
+
+        Raises:
+            ValueError: the file is damaged or foreign, or made for another processor or torch.
+
+        Host: waits for the disk.
+        """
+        return cls(*archive.read(path))
+
+    def __repr__(self) -> str:
+        inputs, outputs = (", ".join(map(str, specs)) for specs in (self.inputs, self.outputs))
+        mutates = f", mutates={list(self.mutates)}" if self.mutates else ""
+        return f"<Executable {self.name}({inputs}) -> ({outputs}){mutates}, target={self.target!r}>"
+
+
+def _fresh(tensor: torch.Tensor, spec: TensorSpec, device: int) -> View:
+    """A host tensor's contents in a buffer that no command has named yet."""
+    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+    buffer = context().runtime.allocate(device, copy.nbytes)
+    buffer.storage = copy.untyped_storage()
+    return View(buffer, spec.dtype, spec.shape, spec.stride)
+
+
+def _placed(where: str, tensor: NeuronTensor, device: int) -> View:
+    view = tensor._view
+    if view.buffer.device != device:
+        raise ValueError(
+            f"{where} is on neuron:{view.buffer.device}, but the current stream is on "
+            f'neuron:{device}. Use .to("neuron:{device}"), or a stream of that device.'
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{where} has strides {view.stride}, but device tensors are read as contiguous. "
+            "Make a contiguous copy first."
+        )
+    return view
+
+
+def _rebuilder(structure: pytree.TreeSpec) -> Callable[[list[NeuronTensor]], Any]:
+    """How flat results become what the function returns; the usual cases without pytree."""
+    if structure.is_leaf():
+        return lambda results: results[0]
+    if structure.type in (tuple, list) and structure.num_leaves == structure.num_children:
+        kind: Callable[[list[NeuronTensor]], Any] = structure.type
+        return kind
+    return lambda results: pytree.tree_unflatten(results, structure)
