@@ -1,0 +1,30 @@
+"""The decode loop: asynchronous LLM decoding written against stream names alone.
+
+It runs on `neuron_streams` or, with `streams=torch.cuda`, on a GPU. `DecodeLoop` is the way in;
+the parts are public for those who build a loop of their own.
+
+    request.py    what a caller asks for and gets
+    scheduler.py  who runs next, in which slot
+    batch.py      the host's view of the rows of a step
+    runner.py     one step on the model, and the async flow between steps
+    output.py     tokens on their way to the host, and the output thread
+    loop.py       the depth-2 queue around all of it
+    model.py      what a model must offer
+    stats.py      what is counted
+"""
+
+from neuron_streams.decode.batch import CachedRequestState as CachedRequestState
+from neuron_streams.decode.batch import InputBatch as InputBatch
+from neuron_streams.decode.loop import DecodeLoop as DecodeLoop
+from neuron_streams.decode.model import Model as Model
+from neuron_streams.decode.model import SamplingTensors as SamplingTensors
+from neuron_streams.decode.output import AsyncModelRunnerOutput as AsyncModelRunnerOutput
+from neuron_streams.decode.output import ModelRunnerOutput as ModelRunnerOutput
+from neuron_streams.decode.request import Request as Request
+from neuron_streams.decode.request import RequestOutput as RequestOutput
+from neuron_streams.decode.request import RequestStatus as RequestStatus
+from neuron_streams.decode.request import SamplingParams as SamplingParams
+from neuron_streams.decode.runner import ModelRunner as ModelRunner
+from neuron_streams.decode.scheduler import Scheduler as Scheduler
+from neuron_streams.decode.scheduler import SchedulerOutput as SchedulerOutput
+from neuron_streams.decode.stats import DecodeStats as DecodeStats

@@ -1,0 +1,136 @@
+"""The host's view of the batch: one row per request of the step, and what is known of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from neuron_streams.decode.model import SamplingTensors
+from neuron_streams.decode.request import RequestKey, SamplingParams
+
+__all__ = ["PLACEHOLDER", "CachedRequestState", "InputBatch"]
+
+PLACEHOLDER = -1
+"""Stands in `token_ids_cpu` for a token that is not known on the host; never to reach a device."""
+
+
+@dataclass(slots=True, eq=False)
+class CachedRequestState:
+    """A request as a model runner keeps it, in the batch or not."""
+
+    key: RequestKey
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    slot: int
+    num_computed_tokens: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_computed_tokens >= len(self.prompt_token_ids)
+
+
+class InputBatch:
+    """Rows of the current step. `condense` and `swap_states` move rows, never slots.
+
+    `token_ids_cpu[row]` holds `max_length` ids: the prompt, then the outputs that have reached the
+    host, then `PLACEHOLDER`. Rows are lists, which are many times faster than a tensor to write
+    token by token.
+    """
+
+    def __init__(self, max_num_reqs: int, max_length: int) -> None:
+        self.max_length = max_length
+        self.token_ids_cpu: list[list[int]] = [[] for _ in range(max_num_reqs)]
+        self.rows: list[CachedRequestState | None] = [None] * max_num_reqs
+        self.req_id_to_index: dict[RequestKey, int] = {}
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.req_id_to_index)
+
+    @property
+    def states(self) -> list[CachedRequestState]:
+        """The requests in row order. The batch must be dense, as `condense` leaves it."""
+        states = [state for state in self.rows[: self.num_reqs] if state is not None]
+        assert len(states) == self.num_reqs, "the batch has holes: condense() it first"
+        return states
+
+    @property
+    def req_ids(self) -> list[RequestKey]:
+        return [state.key for state in self.states]
+
+    def add_request(self, state: CachedRequestState) -> int:
+        """Give a request the first free row and copy all its known tokens there."""
+        row = self.rows.index(None)
+        known = state.prompt_token_ids + state.output_token_ids
+        self.token_ids_cpu[row] = known + [PLACEHOLDER] * (self.max_length - len(known))
+        self.rows[row] = state
+        self.req_id_to_index[state.key] = row
+        return row
+
+    def remove_request(self, key: RequestKey) -> int | None:
+        """Leave a hole where the request was; None where it was not in the batch."""
+        row = self.req_id_to_index.pop(key, None)
+        if row is not None:
+            self.rows[row] = None
+        return row
+
+    def condense(self) -> None:
+        """Fill the holes with the rows from the end."""
+        for row in range(self.num_reqs):
+            if self.rows[row] is None:
+                self.swap_states(row, max(self.req_id_to_index.values()))
+
+    def swap_states(self, first: int, second: int) -> None:
+        """Exchange two rows."""
+        tokens, rows = self.token_ids_cpu, self.rows
+        tokens[first], tokens[second] = tokens[second], tokens[first]
+        rows[first], rows[second] = rows[second], rows[first]
+        for row in (first, second):
+            state = self.rows[row]
+            if state is not None:
+                self.req_id_to_index[state.key] = row
+
+    def append_token(self, state: CachedRequestState, token_id: int) -> None:
+        """Write one more known token of a request, to its row too where it has one."""
+        row = self.req_id_to_index.get(state.key)
+        if row is not None:
+            position = len(state.prompt_token_ids) + len(state.output_token_ids)
+            self.token_ids_cpu[row][position] = token_id
+        state.output_token_ids.append(token_id)
+
+    def decode_tensors(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`input_ids`, `positions` and `slots`, fresh int32 [num_rows], padding rows all 0."""
+        states = self.states
+        positions = [state.num_computed_tokens for state in states]
+        input_ids = [row[at] for row, at in zip(self.token_ids_cpu, positions, strict=False)]
+        slots = [state.slot for state in states]
+        padding = [0] * (num_rows - len(states))
+        return _int32(input_ids + padding), _int32(positions + padding), _int32(slots + padding)
+
+    def prefill_tensors(
+        self, lengths: Sequence[int], width: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`input_ids` int32 [n, width], padded with 0; `lengths` and `slots` int32 [n]."""
+        input_ids = [
+            row[:length] + [0] * (width - length)
+            for row, length in zip(self.token_ids_cpu, lengths, strict=False)
+        ]
+        return _int32(input_ids), _int32(lengths), _int32([state.slot for state in self.states])
+
+    def sampling_tensors(self) -> SamplingTensors:
+        """The rows' sampling parameters, fresh tensors [n]."""
+        params = [state.params for state in self.states]
+        return SamplingTensors(
+            torch.tensor([p.temperature for p in params], dtype=torch.float32),
+            torch.tensor([p.top_k for p in params], dtype=torch.int32),
+            torch.tensor([p.top_p for p in params], dtype=torch.float32),
+            torch.tensor([state.seed for state in self.states], dtype=torch.int64),
+        )
+
+
+def _int32(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)

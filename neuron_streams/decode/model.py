@@ -1,0 +1,110 @@
+"""What the decode loop asks of a model: three calls that submit and return, and its sizes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+__all__ = ["Model", "SamplingTensors"]
+
+
+class SamplingTensors(NamedTuple):
+    """Sampling parameters of n prefill rows, host tensors of shape [n].
+
+    `temperature` float32 (0 is greedy), `top_k` int32 (0 is off), `top_p` float32 (1.0 is off),
+    `seed` int64.
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    seed: torch.Tensor
+
+
+class Model(Protocol):
+    """A decoder with static shapes that owns its KV cache and samples on the device.
+
+    The calls submit to the current stream and return at once with a device tensor that is a
+    future. The token sampled at position p depends on the request's seed, p and its history only:
+    never on the batch, the row, the slot or the schedule.
+
+    A model that cannot honour every `SamplingParams` also has `check_sampling(params)`, which the
+    scheduler calls at admission and which raises ValueError: a refusal later, in `prefill`, would
+    end the loop for all.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def max_length(self) -> int:
+        """Tokens, prompt and output together, that a slot can hold."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the KV cache; slot 0 is scratch, requests use 1 to num_slots - 1."""
+
+    @property
+    def batch_buckets(self) -> tuple[int, ...]:
+        """Row counts that `decode` takes, ascending."""
+
+    @property
+    def prompt_buckets(self) -> tuple[int, ...]:
+        """Prompt lengths that `prefill` takes, ascending."""
+
+    @property
+    def prefill_batch(self) -> int:
+        """Most rows of one prefill step."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+
+    @property
+    def on_device_sampling(self) -> bool:
+        """Whether the calls return sampled tokens; the asynchronous loop needs it."""
+
+    def prefill(
+        self,
+        input_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        sampling: SamplingTensors,
+    ) -> torch.Tensor:
+        """Fill the slots with prompts and sample the token that follows each.
+
+        Args:
+            input_ids: int32 [n, P], P a prompt bucket, rows padded with 0 on the right.
+            lengths: int32 [n], the real length of each row, at least 1.
+            slots: int32 [n].
+            sampling: The rows' parameters, kept by the model for the slots' later steps.
+
+        Returns:
+            int32 [n], a future: the token at position `lengths[i]` of each row.
+        """
+
+    def decode(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """Append one token to each row's slot and sample the next.
+
+        Args:
+            input_ids: int32 [B], B a batch bucket: the token at `positions[i]`. The previous
+                step's future, or a host tensor.
+            positions: int32 [B].
+            slots: int32 [B]. Padding rows have slot 0, position 0 and id 0.
+
+        Returns:
+            int32 [B], a future.
+        """
+
+    def remap(self, future: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Gather rows into a new tensor: row i of the result is row `index[i]` of the future.
+
+        Args:
+            future: int32 [B], a device tensor.
+            index: int32 [B], a host tensor.
+        """

@@ -1,0 +1,227 @@
+"""Outputs of a step, and the thread that reads them off the critical path.
+
+The device-to-host copy is submitted when the output object is made: a copy stream waits for the
+compute stream, the copy goes there without blocking, and an event marks its end. Whoever wants
+the tokens, the output thread or the loop's own thread when it breaks the async flow, waits for
+that event; the first one turns the copy into a value and every other gets the same.
+
+Source: the seed, "Async Flow (Steady-State)" and "get_output() Call Patterns Across TP Ranks".
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from types import ModuleType
+from typing import Any, Protocol, TypeAlias, cast
+
+import torch
+
+from neuron_streams.decode.request import RequestKey
+
+__all__ = [
+    "AsyncModelRunnerOutput",
+    "EventLike",
+    "ModelRunnerOutput",
+    "OutputHandler",
+    "StreamLike",
+    "Streams",
+    "resolve_streams",
+]
+
+
+class EventLike(Protocol):
+    """What the loop uses of an event: the names are those of `torch.cuda.Event`."""
+
+    def record(self, stream: Any = None, /) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+class StreamLike(Protocol):
+    """What the loop uses of a stream: the name is that of `torch.cuda.Stream`."""
+
+    def wait_stream(self, stream: Any, /) -> None: ...
+
+
+class Streams(Protocol):
+    """What the loop uses of `neuron_streams`, or of `torch.cuda`."""
+
+    @property
+    def Stream(self) -> Callable[..., Any]: ...  # noqa: N802
+    @property
+    def Event(self) -> Callable[..., Any]: ...  # noqa: N802
+    @property
+    def stream(self) -> Callable[[Any], AbstractContextManager[Any]]: ...
+    @property
+    def current_stream(self) -> Callable[..., Any]: ...
+
+
+def resolve_streams(streams: Streams | ModuleType | None) -> Streams:
+    """The stream namespace to use: None is `neuron_streams`."""
+    if streams is None:
+        import neuron_streams
+
+        streams = neuron_streams
+    return cast("Streams", streams)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """The tokens of a step: `sampled_token_ids[i]` are the new ones of `req_ids[i]`."""
+
+    req_ids: list[RequestKey]
+    req_id_to_index: dict[RequestKey, int]
+    sampled_token_ids: list[list[int]]
+
+    @classmethod
+    def from_host(cls, req_ids: list[RequestKey], tokens: torch.Tensor) -> ModelRunnerOutput:
+        """From a host tensor of one token a row; rows beyond the requests are padding."""
+        index = {key: row for row, key in enumerate(req_ids)}
+        return cls(req_ids, index, [[token] for token in tokens.tolist()[: len(req_ids)]])
+
+
+class AsyncModelRunnerOutput:
+    """The tokens of a step that may still be running.
+
+    Host: returns at once. Stream: the copy stream waits for the compute stream, which waits for
+    nothing.
+
+    Args:
+        req_ids: Snapshot of the requests in row order; rows beyond them are padding.
+        sampled_token_ids: int32 [rows], a device tensor; kept until its copy has ended.
+        compute_stream: The stream that produces it.
+        copy_stream: The stream to copy it on.
+        streams: The namespace that both belong to.
+    """
+
+    def __init__(
+        self,
+        req_ids: list[RequestKey],
+        sampled_token_ids: torch.Tensor,
+        compute_stream: StreamLike,
+        copy_stream: StreamLike,
+        streams: Streams,
+    ) -> None:
+        self.req_ids = req_ids
+        self._lock = threading.Lock()
+        self._output: ModelRunnerOutput | None = None
+        self._error: Exception | None = None
+        self._device_tokens: torch.Tensor | None = sampled_token_ids
+        copy_stream.wait_stream(compute_stream)
+        with streams.stream(copy_stream):
+            self._host_tokens: torch.Tensor | None = sampled_token_ids.to("cpu", non_blocking=True)
+        self._copied: EventLike = streams.Event(blocking=True)
+        self._copied.record(copy_stream)
+
+    @property
+    def done(self) -> bool:
+        """Whether the value, or the exception, is there for `get_output` to give at once."""
+        return self._output is not None or self._error is not None
+
+    def ready(self) -> bool:
+        """Whether `get_output` would not wait for the device. Host: returns at once."""
+        return self.done or self._copied.query()
+
+    def get_output(self) -> ModelRunnerOutput:
+        """The step's tokens, or its failure: the same to every caller, from any thread.
+
+        Host: blocks until the copy has ended.
+        """
+        return self._materialize()
+
+    def retire(self) -> ModelRunnerOutput:
+        """As `get_output`, for the runner's own write-back: nobody is handed the value."""
+        return self._materialize()
+
+    def _materialize(self) -> ModelRunnerOutput:
+        with self._lock:
+            if not self.done:
+                self._read_copy()
+        if self._error is not None:
+            raise self._error
+        assert self._output is not None
+        return self._output
+
+    def _read_copy(self) -> None:
+        try:
+            self._copied.synchronize()
+            assert self._host_tokens is not None
+            self._output = ModelRunnerOutput.from_host(self.req_ids, self._host_tokens)
+        except Exception as error:
+            self._error = error
+        self._device_tokens = self._host_tokens = None
+
+
+Pending: TypeAlias = tuple[AsyncModelRunnerOutput, "Future[ModelRunnerOutput]"]
+
+
+class OutputHandler:
+    """Reads outputs in the order in which they come, on a daemon thread or by hand.
+
+    The thread starts with the first output and ends with `close`. A failure, of a step or of the
+    thread's own, is the exception of the future that `handle_output` gave.
+
+    Args:
+        threaded: False leaves the reading to whoever calls `pump`.
+    """
+
+    def __init__(self, *, threaded: bool = True) -> None:
+        self.async_output_queue: SimpleQueue[Pending | None] = SimpleQueue()
+        self.threaded = threaded
+        self._thread: threading.Thread | None = None
+
+    def handle_output(
+        self, output: ModelRunnerOutput | AsyncModelRunnerOutput
+    ) -> Future[ModelRunnerOutput]:
+        """Queue an output to be read; one that is there already comes back at once."""
+        future: Future[ModelRunnerOutput] = Future()
+        if isinstance(output, ModelRunnerOutput):
+            future.set_result(output)
+            return future
+        self.async_output_queue.put((output, future))
+        if self.threaded and self._thread is None:
+            self._thread = threading.Thread(
+                target=self.async_output_busy_loop, name="neuron-streams-decode-output", daemon=True
+            )
+            self._thread.start()
+        return future
+
+    def async_output_busy_loop(self) -> None:
+        """Read outputs until `close`. The body of the output thread."""
+        while (pending := self.async_output_queue.get()) is not None:
+            _read(*pending)
+            del pending  # or this frame would keep the last step's output alive
+
+    def pump(self) -> bool:
+        """Read the oldest queued output on this thread; False where none is queued.
+
+        Host: blocks until that output's copy has ended.
+        """
+        try:
+            pending = self.async_output_queue.get_nowait()
+        except Empty:
+            return False
+        if pending is None:
+            return False
+        _read(*pending)
+        return True
+
+    def close(self, timeout: float | None = None) -> bool:
+        """End the thread once it has read what is queued; False if it has not by `timeout`."""
+        self.async_output_queue.put(None)
+        if self._thread is None:
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+
+def _read(output: AsyncModelRunnerOutput, future: Future[ModelRunnerOutput]) -> None:
+    try:
+        future.set_result(output.get_output())
+    except BaseException as error:
+        future.set_exception(error)

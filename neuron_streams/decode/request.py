@@ -1,0 +1,145 @@
+"""Requests: what a caller asks for, what the scheduler knows of it, what comes back."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = ["Request", "RequestKey", "RequestOutput", "RequestStatus", "SamplingParams"]
+
+
+class RequestKey(NamedTuple):
+    """Who a request is: its id may be used again while an older bearer is still in flight."""
+
+    request_id: str
+    generation: int
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands; the value is its finish reason, None while it has not finished."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED_STOPPED = "stop"
+    FINISHED_LENGTH_CAPPED = "length"
+    FINISHED_ABORTED = "abort"
+    FINISHED_ERROR = "error"
+
+    @property
+    def is_finished(self) -> bool:
+        return self not in (RequestStatus.WAITING, RequestStatus.RUNNING)
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.value if self.is_finished else None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens, and when to stop.
+
+    Args:
+        max_tokens: Most tokens to generate, at least 1. Capped where prompt and output together
+            would not fit the model's `max_length`; the finish reason is then `"length"` too.
+        temperature: 0 is greedy.
+        top_k: Keep the k likeliest tokens; 0 keeps all.
+        top_p: Keep the likeliest tokens up to this mass, in (0, 1].
+        seed: Of the request's own random stream, 64 bits; None draws one at admission.
+        stop_token_ids: Tokens that end the request, as the model's end-of-sequence tokens do. The
+            token that ends it is part of the output.
+        ignore_eos: Go on after an end-of-sequence token.
+
+    Raises:
+        ValueError: A value is out of its range.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}; it must be 1 or more.")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(
+                f"temperature is {self.temperature}; it must be a finite number, 0 or more"
+                " (0 is greedy)."
+            )
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; it must be 0 (off) or more.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off).")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}; it must fit a signed 64-bit integer.")
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request as the scheduler keeps it.
+
+    `num_computed_tokens` and `num_in_flight` run ahead of the device: they count what has been
+    launched. Each launched step that names the request is in flight until its output is read.
+    """
+
+    key: RequestKey
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    slot: int | None = None
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_in_flight: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> str:
+        return self.key.request_id
+
+    @property
+    def may_decode(self) -> bool:
+        """Whether a further step is wanted, counting the tokens that are still in flight."""
+        return len(self.output_token_ids) + self.num_in_flight < self.max_tokens
+
+    def status_after(self, token_id: int, eos_token_ids: frozenset[int]) -> RequestStatus:
+        """The status once `token_id`, already appended, is known."""
+        stops = token_id in self.params.stop_token_ids
+        if stops or (token_id in eos_token_ids and not self.params.ignore_eos):
+            return RequestStatus.FINISHED_STOPPED
+        if len(self.output_token_ids) >= self.max_tokens:
+            return RequestStatus.FINISHED_LENGTH_CAPPED
+        return self.status
+
+    def output(self, new_token_ids: tuple[int, ...] = ()) -> RequestOutput:
+        """What to tell the caller now."""
+        return RequestOutput(
+            self.request_id,
+            new_token_ids,
+            len(self.output_token_ids),
+            self.status.finish_reason,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """New tokens of one request, or its end.
+
+    `finish_reason`: None while it runs, then `"stop"` (an end-of-sequence or stop token),
+    `"length"` or `"abort"`. `num_output_tokens` counts the tokens given out so far, these included.
+    """
+
+    request_id: str
+    new_token_ids: tuple[int, ...]
+    num_output_tokens: int
+    finish_reason: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None

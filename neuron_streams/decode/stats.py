@@ -1,0 +1,100 @@
+"""Counters of the decode loop, written by the thread that drives it and by no other.
+
+In asynchronous mode each launched step counts exactly once, either in `async_steps` or in
+`sync_fallback_steps` and under one reason of `fallback_reasons`:
+
+=============================================================  ====================
+a launched step                                                counts as
+=============================================================  ====================
+prefill, whatever went before it                               fallback prefill
+decode, other requests than the step before, or none before    fallback composition
+decode, same requests, future of another row count             fallback shape
+decode, same requests and row count, future of another dtype   fallback dtype
+decode, same requests, rows in another order: remapped         fallback reorder
+decode, same requests, rows, order and dtype: chained          async
+=============================================================  ====================
+
+The first row that fits counts. So the first decode after a prefill is `shape` where the prefill's
+row count differs from the decode bucket and the requests are the same, async where both agree,
+and `composition` where other requests were already running. A schedule with nothing to run
+launches nothing, flushes what is pending and counts nowhere; a decode step right after it is
+`composition`. In synchronous mode both counters stay 0 and `steps` alone counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+__all__ = ["DecodeStats"]
+
+
+@dataclass(slots=True)
+class DecodeStats:
+    """What a loop has done since it was made.
+
+    `extra_tokens_dropped`: tokens computed for a request that had already ended, by a stop token
+    found one step late or by an abort. `host_time` and `wait_time`: seconds the driving thread
+    spent in steps, at work and waiting for the device.
+    """
+
+    async_steps: int = 0
+    sync_fallback_steps: int = 0
+    fallback_reasons: Counter[str] = field(default_factory=Counter)
+    prefill_steps: int = 0
+    decode_steps: int = 0
+    generated_tokens: int = 0
+    extra_tokens_dropped: int = 0
+    host_time: float = 0.0
+    wait_time: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        """Steps launched."""
+        return self.prefill_steps + self.decode_steps
+
+    @property
+    def async_share(self) -> float:
+        """Async steps per launched step, 0 to 1."""
+        return self.async_steps / self.steps if self.steps else 0.0
+
+    @property
+    def decode_async_share(self) -> float:
+        """Async steps per launched decode step, 0 to 1."""
+        return self.async_steps / self.decode_steps if self.decode_steps else 0.0
+
+    def count_launch(self, *, decode: bool) -> None:
+        """Count a launched step by its kind."""
+        if decode:
+            self.decode_steps += 1
+        else:
+            self.prefill_steps += 1
+
+    def count_path(self, fallback_reason: str | None) -> None:
+        """Count a launched step of the asynchronous mode; no reason means that it was async."""
+        if fallback_reason is None:
+            self.async_steps += 1
+        else:
+            self.sync_fallback_steps += 1
+            self.fallback_reasons[fallback_reason] += 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as waiting for the device."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.wait_time += time.perf_counter() - start
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Count the time inside, less what of it is waiting, as work of the host."""
+        start, waited = time.perf_counter(), self.wait_time
+        try:
+            yield
+        finally:
+            self.host_time += time.perf_counter() - start - (self.wait_time - waited)

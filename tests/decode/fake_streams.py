@@ -1,0 +1,158 @@
+"""A stream namespace of torch.cuda's names and no more, whose device runs only when told or waited
+for. Nothing here orders two streams but waits: a tensor read too early raises."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+UNWRITTEN = -99
+
+
+class FakeTensor:
+    """A device tensor: no value until the command that writes it has run."""
+
+    def __init__(self, streams: FakeStreams, rows: int, dtype: torch.dtype = torch.int32) -> None:
+        self.streams = streams
+        self.shape = torch.Size([rows])
+        self.dtype = dtype
+        self.value: list[int] | None = None
+        self.error: Exception | None = None
+
+    def read(self) -> list[int]:
+        if self.error is not None:
+            raise self.error
+        if self.value is None:
+            raise AssertionError("a device tensor was read before it was written")
+        return self.value
+
+    def to(self, device: str, non_blocking: bool = False) -> torch.Tensor:
+        assert device == "cpu"
+        host = torch.full(self.shape, UNWRITTEN, dtype=self.dtype)
+        self.streams.copies += 1
+        stream = self.streams.current_stream()
+        stream.submit(lambda: host.copy_(torch.tensor(self.read())))
+        if not non_blocking:
+            self.streams.blocking_reads += 1
+            stream.synchronize()
+        return host
+
+
+class FakeStream:
+    def __init__(self, streams: FakeStreams) -> None:
+        self.streams = streams
+        self.queue: deque[tuple[Callable[[], Any] | None, FakeStream | None, int]] = deque()
+        self.submitted = self.completed = 0
+        self.held = False
+        self.errors: list[tuple[int, Exception]] = []
+
+    def submit(self, command: Callable[[], Any] | None, after: FakeStream | None = None) -> None:
+        with self.streams.lock:
+            self.submitted += 1
+            self.queue.append((command, after, after.submitted if after else 0))
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.submit(None, stream)
+
+    def synchronize(self) -> None:
+        self.streams.wait(self, self.submitted)
+
+    def step(self) -> bool:
+        if self.held or not self.queue:
+            return False
+        command, after, value = self.queue[0]
+        if after is not None and after.completed < value:
+            return False
+        self.queue.popleft()
+        try:
+            if command is not None:
+                command()
+        except Exception as error:
+            self.errors.append((self.completed + 1, error))
+        self.completed += 1
+        return True
+
+
+class FakeEvent:
+    def __init__(self, streams: FakeStreams) -> None:
+        self.streams = streams
+        self.ticket: tuple[FakeStream, int] | None = None
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        stream = stream or self.streams.current_stream()
+        self.ticket = (stream, stream.submitted)
+
+    def query(self) -> bool:
+        return self.ticket is None or self.ticket[0].completed >= self.ticket[1]
+
+    def synchronize(self) -> None:
+        if self.ticket is not None:
+            self.streams.wait(*self.ticket)
+
+
+class FakeStreams:
+    """The namespace. `rng` decides in which order waits step the lanes."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.lock = threading.RLock()
+        self.rng = random.Random(seed)
+        self.lanes: list[FakeStream] = []
+        self.copies = self.blocking_reads = 0
+        self._local = threading.local()
+        self._default = self.Stream()
+
+    def Stream(self, device: Any = None) -> FakeStream:
+        stream = FakeStream(self)
+        self.lanes.append(stream)
+        return stream
+
+    def Event(self, blocking: bool = False) -> FakeEvent:
+        return FakeEvent(self)
+
+    def current_stream(self, device: Any = None) -> FakeStream:
+        current: FakeStream = getattr(self._local, "current", self._default)
+        return current
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before = self.current_stream()
+        self._local.current = stream
+        try:
+            yield
+        finally:
+            self._local.current = before
+
+    @contextmanager
+    def hold(self, stream: FakeStream) -> Iterator[None]:
+        stream.held = True
+        try:
+            yield
+        finally:
+            stream.held = False
+
+    def run(self, limit: int | None = None) -> int:
+        count = 0
+        while count != limit and self._step_any():
+            count += 1
+        return count
+
+    def wait(self, stream: FakeStream, value: int) -> None:
+        while stream.completed < value:
+            with self.lock:
+                if stream.completed < value and not self._step_any():
+                    raise RuntimeError("deadlock: nothing on the device can move")
+        errors = [error for at, error in stream.errors if at <= value]
+        if errors:
+            raise errors[0]
+
+    def _step_any(self) -> bool:
+        with self.lock:
+            lanes = list(self.lanes)
+            self.rng.shuffle(lanes)
+            return any(lane.step() for lane in lanes)

@@ -1,0 +1,175 @@
+"""A model whose next token is a hash of the whole history that the *device* saw.
+
+One stale, lost, swapped or doubled token changes everything after it. `reference` is the oracle:
+the tokens of one request, computed with no loop at all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from neuron_streams.decode import SamplingParams, SamplingTensors
+from tests.decode.fake_streams import FakeStreams, FakeTensor
+
+VOCAB, EOS = 31, 7
+BAD = -1000
+PRIME = 2**31 - 1  # all arithmetic stays below 2**63, on the host and in a compiled program
+_weights = random.Random(0)
+WEIGHTS = [_weights.randrange(1, PRIME) for _ in range(4096)]
+MIXER, *MIX_WEIGHTS = (_weights.randrange(1, PRIME) for _ in range(5))
+
+
+def mix_of(temperature: float, top_k: int, top_p: float, seed: int) -> int:
+    parts = (seed % PRIME, round(temperature * 1024), top_k, round(top_p * 1024))
+    return sum(part * weight for part, weight in zip(parts, MIX_WEIGHTS, strict=True)) % PRIME
+
+
+def next_token(history: Sequence[int], mix: int, vocab: int = VOCAB) -> int:
+    value = sum((token + 1) * weight for token, weight in zip(history, WEIGHTS, strict=False))
+    value = (value + mix) % PRIME * MIXER % PRIME
+    return (value ^ (value >> 15)) % vocab
+
+
+def reference(
+    prompt: Sequence[int], params: SamplingParams, max_length: int
+) -> tuple[list[int], str]:
+    """Tokens and finish reason of a request."""
+    assert params.seed is not None
+    mix = mix_of(params.temperature, params.top_k, params.top_p, params.seed)
+    history, tokens = list(prompt), list[int]()
+    while len(tokens) < min(params.max_tokens, max_length - len(prompt)):
+        tokens.append(next_token(history, mix))
+        history.append(tokens[-1])
+        stops = tokens[-1] in params.stop_token_ids
+        if stops or (tokens[-1] == EOS and not params.ignore_eos):
+            return tokens, "stop"
+    return tokens, "length"
+
+
+@dataclass
+class Call:
+    """What the loop submitted."""
+
+    kind: str
+    input_ids: Any
+    positions: torch.Tensor
+    slots: list[int]
+    output: Any
+    host_ids: list[Any] | None = None
+
+
+@dataclass
+class Sizes:
+    """The attributes of a model, but for its calls."""
+
+    max_length: int = 24
+    num_slots: int = 6
+    batch_buckets: tuple[int, ...] = (1, 2, 4)
+    prompt_buckets: tuple[int, ...] = (4, 8)
+    prefill_batch: int = 1
+    vocab_size: int = VOCAB
+    eos_token_ids: frozenset[int] = frozenset({EOS})
+    on_device_sampling: bool = True
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    prefill_dtype: torch.dtype = torch.int32
+    calls: list[Call] = field(default_factory=list)
+
+    def of(self, kind: str) -> list[Call]:
+        return [call for call in self.calls if call.kind == kind]
+
+
+class FakeHashModel(Sizes):
+    """On `FakeStreams`; computes when the device gets there, in plain Python."""
+
+    def __init__(self, streams: FakeStreams, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.streams = streams
+        self.history = [[BAD] * self.max_length for _ in range(self.num_slots)]
+        self.mix = [0] * self.num_slots
+        self.fail_at: set[int] = set()
+        self.executed = 0
+
+    def prefill(
+        self,
+        input_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        sampling: SamplingTensors,
+    ) -> Any:
+        assert input_ids.shape[1] in self.prompt_buckets
+        assert input_ids.shape[0] <= self.prefill_batch
+        rows, ends, where = input_ids.tolist(), lengths.tolist(), slots.tolist()
+        columns = [column.tolist() for column in sampling]
+        mixes = [mix_of(*(column[row] for column in columns)) for row in range(len(rows))]
+
+        def run() -> list[int]:
+            for row, slot in enumerate(where):
+                self.history[slot] = [BAD] * self.max_length
+                self.history[slot][: ends[row]] = rows[row][: ends[row]]
+                self.mix[slot] = mixes[row]
+            return [self._next(slot, end) for slot, end in zip(where, ends, strict=True)]
+
+        return self._submit("prefill", input_ids, lengths, where, run, self.prefill_dtype)
+
+    def decode(self, input_ids: Any, positions: torch.Tensor, slots: torch.Tensor) -> Any:
+        assert input_ids.shape[0] == positions.shape[0] == slots.shape[0]
+        assert input_ids.shape[0] in self.batch_buckets
+        host = None if isinstance(input_ids, FakeTensor) else input_ids.tolist()
+        at, where = positions.tolist(), slots.tolist()
+        live = [slot for slot in where if slot]
+        assert len(live) == len(set(live)), "two rows of one slot"
+
+        def run() -> list[int]:
+            ids = input_ids.read() if host is None else host
+            for token, position, slot in zip(ids, at, where, strict=True):
+                assert slot == 0 or 0 <= token < self.vocab_size, f"{token} reached the device"
+                self.history[slot][position] = token
+            return [self._next(slot, end + 1) for slot, end in zip(where, at, strict=True)]
+
+        return self._submit("decode", input_ids, positions, where, run)
+
+    def remap(self, future: Any, index: torch.Tensor) -> Any:
+        rows = index.tolist()
+        return self._submit(
+            "remap", future, index, [], lambda: [future.read()[row] for row in rows]
+        )
+
+    def _next(self, slot: int, length: int) -> int:
+        if slot == 0:
+            return 0
+        history = self.history[slot][:length]
+        assert BAD not in history, f"a hole in the history of slot {slot}: {history}"
+        return next_token(history, self.mix[slot], self.vocab_size)
+
+    def _submit(
+        self,
+        kind: str,
+        input_ids: Any,
+        positions: torch.Tensor,
+        slots: list[int],
+        run: Callable[[], list[int]],
+        dtype: torch.dtype = torch.int32,
+    ) -> FakeTensor:
+        rows = positions.shape[0]
+        output = FakeTensor(self.streams, rows, dtype)
+        number = len(self.calls)
+
+        def command() -> None:
+            self.executed += 1
+            try:
+                if number in self.fail_at:
+                    raise ArithmeticError(f"the device failed in call {number}")
+                output.value = run()
+            except Exception as error:
+                output.error = error
+                raise
+
+        host = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else None
+        self.calls.append(Call(kind, input_ids, positions, slots, output, host))
+        self.streams.current_stream().submit(command)
+        return output

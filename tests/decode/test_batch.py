@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neuron_streams.decode import CachedRequestState, InputBatch, SamplingParams
+from neuron_streams.decode.batch import PLACEHOLDER
+from neuron_streams.decode.request import RequestKey
+
+
+def state(name: str, prompt: list[int], slot: int = 1, **params: float) -> CachedRequestState:
+    return CachedRequestState(
+        RequestKey(name, 0),
+        prompt,
+        SamplingParams(**params),  # type: ignore[arg-type]
+        seed=slot,
+        slot=slot,
+    )
+
+
+def test_add_request_copies_prompt_and_outputs() -> None:
+    batch = InputBatch(2, 6)
+    one = state("a", [1, 2])
+    one.output_token_ids = [3]
+    assert batch.add_request(one) == 0
+    assert batch.token_ids_cpu[0] == [1, 2, 3, PLACEHOLDER, PLACEHOLDER, PLACEHOLDER]
+
+
+def test_a_reused_row_keeps_nothing_of_the_request_before() -> None:
+    batch = InputBatch(1, 4)
+    batch.add_request(state("a", [1, 2, 3]))
+    batch.remove_request(RequestKey("a", 0))
+    batch.add_request(state("b", [9]))
+    assert batch.token_ids_cpu[0] == [9, -1, -1, -1]
+
+
+def test_remove_request_tells_the_row() -> None:
+    batch = InputBatch(2, 4)
+    batch.add_request(state("a", [1]))
+    assert batch.remove_request(RequestKey("a", 0)) == 0
+    assert batch.remove_request(RequestKey("a", 0)) is None
+
+
+def test_condense_fills_holes_from_the_end_and_moves_no_slot() -> None:
+    batch = InputBatch(4, 4)
+    for number, name in enumerate("abcd"):
+        batch.add_request(state(name, [number], slot=number + 1))
+    batch.remove_request(RequestKey("a", 0))
+    batch.remove_request(RequestKey("c", 0))
+    batch.condense()
+    assert [key.request_id for key in batch.req_ids] == ["d", "b"]
+    assert [one.slot for one in batch.states] == [4, 2]
+    assert [row[0] for row in batch.token_ids_cpu[:2]] == [3, 1]
+
+
+def test_append_token_reaches_the_row_only_of_a_request_in_the_batch() -> None:
+    batch = InputBatch(1, 4)
+    one, other = state("a", [1]), state("b", [5])
+    batch.add_request(one)
+    batch.append_token(one, 7)
+    batch.append_token(other, 8)
+    assert batch.token_ids_cpu[0] == [1, 7, -1, -1]
+    assert (one.output_token_ids, other.output_token_ids) == ([7], [8])
+
+
+def test_decode_tensors_pad_with_the_scratch_slot() -> None:
+    batch = InputBatch(4, 4)
+    for slot in (3, 5):
+        one = state(str(slot), [slot, 9], slot)
+        one.output_token_ids = [slot * 2]
+        one.num_computed_tokens = 2
+        batch.add_request(one)
+    input_ids, positions, slots = batch.decode_tensors(4)
+    assert input_ids.tolist() == [6, 10, 0, 0]
+    assert positions.tolist() == [2, 2, 0, 0]
+    assert slots.tolist() == [3, 5, 0, 0]
+
+
+def test_prefill_tensors_pad_on_the_right() -> None:
+    batch = InputBatch(4, 8)
+    batch.add_request(state("a", [1, 2, 3], 2))
+    batch.add_request(state("b", [4], 1))
+    input_ids, lengths, slots = batch.prefill_tensors([3, 1], 4)
+    assert input_ids.tolist() == [[1, 2, 3, 0], [4, 0, 0, 0]]
+    assert lengths.tolist() == [3, 1]
+    assert slots.tolist() == [2, 1]
+
+
+def test_sampling_tensors_are_in_row_order() -> None:
+    batch = InputBatch(2, 4)
+    batch.add_request(state("a", [1], 1, temperature=0.5, top_k=3))
+    batch.add_request(state("b", [1], 2, top_p=0.25))
+    temperature, top_k, top_p, seed = batch.sampling_tensors()
+    assert temperature.tolist() == [0.5, 0.0]
+    assert top_k.tolist() == [3, 0]
+    assert top_p.tolist() == [1.0, 0.25]
+    assert seed.tolist() == [1, 2]
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.sampled_from(["add", "remove", "swap", "append"]), st.integers(0, 9))))
+def test_rows_and_requests_always_agree(moves: list[tuple[str, int]]) -> None:
+    batch, live = InputBatch(6, 40), dict[RequestKey, CachedRequestState]()
+    for number, (move, pick) in enumerate(moves):
+        keys = list(live)
+        if move == "add" and len(live) < 6:
+            one = state(str(number), [pick, number], slot=number)
+            live[one.key] = one
+            batch.add_request(one)
+        elif move == "remove" and keys:
+            del live[keys[pick % len(keys)]]
+            batch.remove_request(keys[pick % len(keys)])
+            batch.condense()
+        elif move == "swap" and len(keys) > 1:
+            batch.swap_states(pick % len(keys), (pick + 1) % len(keys))
+        elif move == "append" and keys:
+            batch.append_token(live[keys[pick % len(keys)]], number)
+    assert set(batch.req_ids) == set(live)
+    for key, row in batch.req_id_to_index.items():
+        tokens = live[key].prompt_token_ids + live[key].output_token_ids
+        assert batch.token_ids_cpu[row][: len(tokens)] == tokens
+        assert set(batch.token_ids_cpu[row][len(tokens) :]) == {PLACEHOLDER}

@@ -1,0 +1,38 @@
+"""The same loop on torch.cuda itself, with no runtime of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from neuron_streams.decode import DecodeLoop, SamplingParams
+from tests.decode.compiled_hash_model import CompiledHashModel
+from tests.decode.hash_model import reference
+
+
+def eager(fn: Callable[..., Any], examples: Mapping[str, torch.Tensor], **_: Any) -> Any:
+    """The signature of `neuron_streams.compile`; host inputs are copied at the call."""
+
+    def run(*tensors: torch.Tensor) -> Any:
+        return fn(*(tensor.to("cuda") for tensor in tensors))
+
+    return run
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("is_async", [True, False])
+def test_tokens_on_a_gpu(is_async: bool) -> None:
+    model = CompiledHashModel(eager, "cuda")
+    prompts = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11]]
+    params = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True) for n in (5, 12, 9, 3)]
+    tokens: dict[str, list[int]] = {}
+    with DecodeLoop(model, streams=torch.cuda, async_scheduling=is_async) as loop:
+        for output in loop.generate(prompts, params):
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    for number, prompt in enumerate(prompts):
+        assert tokens[str(number)] == reference(prompt, params[number], model.max_length)[0]
+    assert (loop.stats.async_steps > 0) == is_async

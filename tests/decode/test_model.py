@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from neuron_streams.decode import Model, SamplingTensors
+from tests.decode.compiled_hash_model import CompiledHashModel
+from tests.decode.fake_streams import FakeStreams
+from tests.decode.hash_model import FakeHashModel
+
+
+def test_sampling_tensors_have_the_order_of_the_models_arguments() -> None:
+    assert SamplingTensors._fields == ("temperature", "top_k", "top_p", "seed")
+
+
+def test_the_hash_models_are_models() -> None:
+    """Checked by mypy; at run time the names alone."""
+    fake: Model = FakeHashModel(FakeStreams())
+    compiled: Model = CompiledHashModel(lambda fn, *_, **__: fn, "cpu")
+    wanted = {name for name in vars(Model) if not name.startswith("_")}
+    for model in (fake, compiled):
+        assert wanted <= set(dir(model))
