@@ -1,0 +1,252 @@
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models import toy
+from models.llama import Llama
+from neuron_streams.decode import Model, SamplingTensors
+from tests.models.driver import Request, decode, ints, prefill, run
+from tests.models.peer import greedy_tokens, in_transformers
+from tests.models.reference import compile_eager
+
+PROMPTS = [[5, 7, 11, 13, 17], [3], list(range(40, 53)), [90, 4, 90, 4, 90, 4, 90, 4], [61, 8]]
+
+
+def model(**options) -> Llama:
+    return toy.toy(device="cpu", compile=compile_eager, **options)
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    peer = in_transformers(toy.weights())
+    return [greedy_tokens(peer, prompt, 16) for prompt in PROMPTS]
+
+
+def as_protocol(made: Model) -> Model:
+    return made
+
+
+def test_it_is_a_model_of_the_decode_loop():
+    made = as_protocol(model())
+    assert made.device == torch.device("cpu")
+    assert (made.max_length, made.num_slots, made.prefill_batch) == (64, 6, 1)
+    assert (made.batch_buckets, made.prompt_buckets) == ((1, 2, 4), (8, 16))
+    assert (made.vocab_size, made.eos_token_ids) == (97, frozenset({2}))
+    assert made.on_device_sampling
+
+
+@pytest.mark.parametrize("number", range(len(PROMPTS)))
+def test_greedy_tokens_are_those_of_transformers(number, wanted):
+    assert run(model(), Request(PROMPTS[number], slot=5), 16) == wanted[number]
+
+
+@pytest.mark.parametrize(
+    ("slots", "rows"),
+    [
+        ([1, 2, 3, 4], [0, 1, 2, 3]),
+        ([4, 2, 5, 1], [3, 1, 0, 2]),
+        ([3, 1], [None, 1, None, 0]),
+        ([2], [None, 0]),
+        ([5, 4, 1], [2, None, 0, 1]),
+    ],
+)
+def test_batches_slots_and_padding_rows_change_no_token(slots, rows, wanted):
+    made = model()
+    requests = [Request(prompt, slot) for prompt, slot in zip(PROMPTS, slots, strict=False)]
+    for request in requests:
+        prefill(made, request)
+    for _ in range(15):
+        decode(made, [None if row is None else requests[row] for row in rows])
+    assert [request.tokens for request in requests] == wanted[: len(requests)]
+
+
+def test_requests_that_come_and_go_do_not_touch_each_other(wanted):
+    made = model()
+    first, second = Request(PROMPTS[0], 1), Request(PROMPTS[1], 2)
+    prefill(made, first)
+    decode(made, [first])
+    prefill(made, second)
+    for _ in range(4):
+        decode(made, [second, first])
+    again = Request(PROMPTS[2], 1)
+    kept = first.tokens
+    prefill(made, again)
+    for _ in range(9):
+        decode(made, [None, again, None, second])
+    assert kept == wanted[0][:6]
+    assert (again.tokens, second.tokens) == (wanted[2][:10], wanted[1][:14])
+
+
+def test_a_step_writes_its_own_slots_and_nothing_else():
+    made = model()
+    before = made._state["kv_cache"].clone()
+    request = Request(PROMPTS[0], 3)
+    prefill(made, request)
+    decode(made, [request, None])
+    changed = (made._state["kv_cache"] != before).flatten(4).any(-1)
+    touched = changed.any(3).any(1).any(0).nonzero().flatten().tolist()
+    assert touched == [0, 3]
+    at_position = (made._state["kv_cache"] != before)[:, :, 3].flatten(0, 2).any(2).any(0)
+    assert at_position.nonzero().flatten().tolist() == list(range(8))
+
+
+def test_input_ids_may_be_the_future_of_the_step_before(wanted):
+    made = model()
+    request = Request(PROMPTS[0], 1)
+    prefill(made, request)
+    future = ints(request.tokens)
+    tokens = [future]
+    for position in range(5, 12):
+        future = made.decode(future, ints([position]), ints([1]))
+        tokens.append(future)
+    assert torch.cat(tokens).tolist() == wanted[0][:8]
+    assert len({token.data_ptr() for token in tokens}) == len(tokens)
+
+
+@given(st.permutations(range(4)))
+def test_remap_gathers_rows(index: Sequence[int]):
+    future = ints([11, 22, 33, 44])
+    result = model().remap(future, ints(index))
+    assert (result.dtype, result.tolist()) == (torch.int32, future[list(index)].tolist())
+
+
+SAMPLED = [
+    Request(PROMPTS[0], 1, temperature=1.0, seed=7),
+    Request(PROMPTS[1], 2, temperature=0.7, top_k=5, seed=-3),
+    Request(PROMPTS[2], 3, temperature=1.3, top_p=0.8, seed=2**62),
+    Request(PROMPTS[3], 4, temperature=0.9, top_k=20, top_p=0.9, seed=7),
+]
+
+
+def fresh(request: Request, slot: int) -> Request:
+    return Request(
+        request.prompt,
+        slot,
+        request.temperature,
+        request.top_k,
+        request.top_p,
+        request.seed,
+    )
+
+
+def test_sampled_tokens_depend_on_neither_batch_row_slot_nor_bucket():
+    alone = [run(model(), fresh(request, 1), 12) for request in SAMPLED]
+    made = model(prompt_buckets=(16, 32))
+    together = [fresh(request, slot) for request, slot in zip(SAMPLED, (5, 3, 4, 1), strict=True)]
+    for request in together:
+        prefill(made, request)
+    for step in range(11):
+        rows = together[step % 4 :] + together[: step % 4]
+        decode(made, rows)
+    assert [request.tokens for request in together] == alone
+    greedy = [run(model(), Request(request.prompt, 1), 12) for request in SAMPLED]
+    assert all(one != other for one, other in zip(alone, greedy, strict=True))
+
+
+def test_another_seed_gives_other_tokens():
+    runs = [run(model(), Request(PROMPTS[0], 1, temperature=1.0, seed=seed), 12) for seed in (1, 2)]
+    assert runs[0] != runs[1]
+
+
+def test_a_greedy_row_beside_a_sampled_one_is_greedy(wanted):
+    made = model()
+    greedy, sampled = Request(PROMPTS[0], 1), fresh(SAMPLED[1], 2)
+    prefill(made, sampled)
+    prefill(made, greedy)
+    for _ in range(11):
+        decode(made, [greedy, sampled])
+    assert greedy.tokens == wanted[0][:12]
+    assert sampled.tokens == run(model(), fresh(SAMPLED[1], 4), 12)
+
+
+def test_only_batches_that_sample_use_the_sampler():
+    made = model()
+    sampled, greedy = fresh(SAMPLED[0], 1), Request(PROMPTS[0], 2)
+    prefill(made, greedy)
+    prefill(made, sampled)
+    decode(made, [greedy])
+    assert list(made._executables) == [
+        ("greedy_prefill", 8),
+        ("sampled_prefill", 8),
+        ("greedy_decode", 1),
+    ]
+    decode(made, [sampled])
+    assert ("sampled_decode", 1) in made._executables
+    prefill(made, Request(PROMPTS[0], 1))
+    made._executables.clear()
+    decode(made, [Request([3], 1, tokens=[1]), greedy])
+    assert list(made._executables) == [("greedy_decode", 2)]
+
+
+def test_warm_up_compiles_what_is_asked_for(capsys):
+    made = model()
+    made.warm_up(batch_buckets=[2], prompt_buckets=[8], progress=True)
+    assert set(made._executables) == {("greedy_prefill", 8), ("greedy_decode", 2)}
+    assert "compiling" in capsys.readouterr().err
+    made.warm_up(sampled=True)
+    assert len(made._executables) == 10
+
+
+def test_buckets_fit_the_sizes():
+    made = model(max_length=32, num_slots=4, batch_buckets=(8, 1, 3), prompt_buckets=(128, 8, 64))
+    assert (made.batch_buckets, made.prompt_buckets) == ((1, 3), (8, 32))
+
+
+def test_the_longest_slot_can_be_filled():
+    made = model(max_length=16)
+    peer = in_transformers(toy.weights())
+    request = Request(list(range(10, 25)), 2)
+    assert run(made, request, 2) == greedy_tokens(peer, list(request.prompt), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_slots": 1}, "num_slots=1: slot 0 is scratch"),
+        ({"max_length": 1}, "max_length=1: this model knows"),
+        ({"max_length": 129}, "max_length=129: this model knows positions up to 128"),
+        ({"batch_buckets": (9,)}, r"batch_buckets=\[9\]: none is between 1 and 5"),
+        ({"prompt_buckets": ()}, r"prompt_buckets=\[\]: none is between"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        model(**options)
+
+
+def test_calls_that_no_bucket_fits_are_refused():
+    made = model()
+    with pytest.raises(ValueError, match="greedy_decode of 3: no such bucket; pad to one of"):
+        made.decode(ints([1, 1, 1]), ints([0, 0, 0]), ints([1, 2, 3]))
+    sampling = SamplingTensors(torch.zeros(1), ints([0]), torch.ones(1), torch.zeros(1).long())
+    with pytest.raises(ValueError, match="greedy_prefill of 5: no such bucket"):
+        made.prefill(ints([1] * 5)[None], ints([5]), ints([1]), sampling)
+
+
+def test_a_top_k_that_the_sampler_cannot_see_is_refused():
+    config = toy.CONFIG.__class__(
+        **{name: getattr(toy.CONFIG, name) for name in toy.CONFIG.__slots__} | {"vocab_size": 3000}
+    )
+    made = Llama(toy.weights(config=config), max_length=16, device="cpu", compile=compile_eager)
+    with pytest.raises(ValueError, match="top_k=1025: the sampler"):
+        prefill(made, Request([1], 1, temperature=1.0, top_k=1025))
+    prefill(made, Request([1], 1, temperature=1.0, top_k=1024))
+    prefill(made, Request([1], 1, temperature=1.0, top_k=3000))
+
+
+def test_bfloat16_stays_close_to_float32():
+    halved = Llama(
+        toy.weights(dtype=torch.bfloat16),
+        max_length=32,
+        prompt_buckets=(8,),
+        device="cpu",
+        compile=compile_eager,
+    )
+    assert halved._state["kv_cache"].dtype == torch.bfloat16
+    tokens = run(halved, Request(PROMPTS[0], 1), 8)
+    assert all(0 <= token < 97 for token in tokens)
+    assert any(one != other for one, other in pairwise(tokens))

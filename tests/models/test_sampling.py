@@ -1,0 +1,170 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.sampling import SHORT_LIST, greedy, philox, sample, uniform
+
+DRAWS = 20_000
+# The 99.9 % quantiles of chi-square, by degrees of freedom.
+CHI_SQUARE = {1: 10.8, 2: 13.8, 3: 16.3, 4: 18.5, 7: 24.3, 11: 31.3}
+
+
+def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, seed=5, draws=DRAWS):
+    """One token at each of `draws` positions."""
+    return sample(
+        logits.expand(draws, -1),
+        torch.full((draws,), float(temperature)),
+        torch.full((draws,), top_k, dtype=torch.int32),
+        torch.full((draws,), float(top_p)),
+        torch.full((draws,), seed),
+        torch.arange(draws, dtype=torch.int32),
+    )
+
+
+def expected(logits, *, temperature=1.0, top_k=0, top_p=1.0):
+    """The distribution, by a sort, one token after another."""
+    odds = torch.softmax(logits.double() / temperature, -1)
+    order = sorted(range(len(odds)), key=lambda token: -odds[token])
+    order = order[: top_k or len(order)]
+    total, before, kept = sum(odds[token] for token in order), 0.0, []
+    for token in order:
+        if not kept or top_p >= 1.0 or before < top_p * total:
+            kept.append(token)
+        before += odds[token]
+    shares = torch.zeros_like(odds)
+    shares[kept] = odds[kept]
+    return shares / shares.sum()
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 1.7},
+        {"top_k": 5},
+        {"top_p": 0.75},
+        {"top_k": 8, "top_p": 0.9, "temperature": 1.4},
+        {"top_k": 3, "top_p": 0.999},
+        {"top_p": 0.2, "temperature": 2.0},
+    ],
+)
+@pytest.mark.parametrize("seed", [0, -1, 2**40 + 3])
+def test_draws_follow_the_distribution(parameters, seed):
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(4))
+    shares = expected(logits, **parameters)
+    counts = torch.bincount(draw(logits, seed=seed, **parameters).long(), minlength=12)
+    assert counts[shares == 0].sum() == 0
+    live = shares > 0
+    wanted = shares[live] * DRAWS
+    distance = ((counts[live] - wanted) ** 2 / wanted).sum().item()
+    assert live.sum() == 1 or distance < CHI_SQUARE[int(live.sum()) - 1]
+
+
+def test_a_top_k_of_one_and_a_tiny_top_p_are_greedy():
+    logits = torch.randn(50)
+    likeliest = int(logits.argmax())
+    assert draw(logits, top_k=1, draws=200).unique().tolist() == [likeliest]
+    assert draw(logits, top_p=1e-6, draws=200).unique().tolist() == [likeliest]
+    assert draw(logits, temperature=1e-4, draws=200).unique().tolist() == [likeliest]
+
+
+def test_temperature_zero_is_greedy_whatever_the_rest_says():
+    logits = torch.randn(64, 30)
+    result = sample(
+        logits,
+        torch.zeros(64),
+        torch.full((64,), 9, dtype=torch.int32),
+        torch.full((64,), 0.5),
+        torch.arange(64),
+        torch.arange(64, dtype=torch.int32),
+    )
+    assert torch.equal(result, logits.argmax(-1).int())
+    assert result.dtype == torch.int32
+
+
+def test_greedy_takes_the_lowest_index_on_ties():
+    logits = torch.zeros(2, 5000)
+    logits[0, [17, 4000, 20]] = 3.0
+    assert greedy(logits).tolist() == [17, 0]
+
+
+def test_each_row_has_its_own_parameters():
+    logits = torch.randn(1, 40).repeat(4, 1)
+    together = sample(
+        logits,
+        torch.tensor([0.0, 1.0, 0.5, 2.0]),
+        torch.tensor([0, 0, 4, 0], dtype=torch.int32),
+        torch.tensor([1.0, 0.9, 1.0, 1.0]),
+        torch.tensor([1, 2, 3, 4]),
+        torch.tensor([9, 8, 7, 6], dtype=torch.int32),
+    )
+    order = [2, 0, 3, 1]
+    shuffled = sample(
+        logits,
+        torch.tensor([0.5, 0.0, 2.0, 1.0]),
+        torch.tensor([4, 0, 0, 0], dtype=torch.int32),
+        torch.tensor([1.0, 1.0, 1.0, 0.9]),
+        torch.tensor([3, 1, 4, 2]),
+        torch.tensor([7, 9, 6, 8], dtype=torch.int32),
+    )
+    assert shuffled.tolist() == together[order].tolist()
+
+
+def test_beyond_the_short_list_only_unfiltered_rows_draw():
+    logits = torch.zeros(4 * SHORT_LIST)
+    whole, nucleus = draw(logits, draws=4000), draw(logits, top_p=0.999, draws=4000)
+    assert len(whole.unique()) > 1.5 * SHORT_LIST
+    assert len(nucleus.unique()) <= SHORT_LIST
+
+
+def test_tokens_without_mass_are_never_drawn():
+    logits = torch.full((8,), -torch.inf)
+    logits[[2, 5]] = 0.0
+    assert draw(logits, draws=500).unique().tolist() == [2, 5]
+    assert draw(logits, top_p=0.99, draws=500).unique().tolist() == [2, 5]
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (
+            (0xFFFFFFFF,) * 4,
+            (0xFFFFFFFF,) * 2,
+            (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+        ),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_published_words(counter, key, words):
+    """The known answers of Random123, its authors' library."""
+    assert philox(counter, key) == words
+    one, two = ([torch.tensor([word]) for word in part] for part in (counter, key))
+    assert tuple(int(word) for word in philox(tuple(one), tuple(two))) == words
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31 - 1))
+@settings(max_examples=50)
+def test_uniform_is_below_one_and_a_function_of_seed_and_position(seed, position):
+    def at(offset):
+        where = torch.tensor([position, (position + offset) % 2**31], dtype=torch.int32)
+        return uniform(torch.tensor([seed, seed]), where)
+
+    values = at(1)
+    assert values.dtype == torch.float32
+    assert ((values >= 0) & (values < 1)).all()
+    assert values[0] == at(12345)[0]
+    assert values[0] != values[1]
+
+
+def test_uniform_is_uniform():
+    values = uniform(torch.full((100_000,), 3), torch.arange(100_000, dtype=torch.int32)).numpy()
+    counts, _ = np.histogram(values, bins=8, range=(0, 1))
+    assert ((counts - 12_500) ** 2 / 12_500).sum() < CHI_SQUARE[7]
