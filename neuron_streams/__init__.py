@@ -1,26 +1,65 @@
 """torch.cuda's streams and events for AWS Neuron, emulated where there is no native support.
 
 The doors: each name below lives in the module of its noun. Nothing happens at import; the first use
-of anything starts the runtime and registers the device "neuron".
+of anything starts the runtime and registers the device "neuron". What torch.cuda has and this has
+not is in `neuron_streams.surface`; asking for it raises what to use instead.
 """
 
+from typing import TYPE_CHECKING
+
 from neuron_streams import testing as testing
+from neuron_streams.device import _DeviceGuard as _DeviceGuard
+from neuron_streams.device import _exchange_device as _exchange_device
 from neuron_streams.device import _is_in_bad_fork as _is_in_bad_fork
+from neuron_streams.device import _maybe_exchange_device as _maybe_exchange_device
+from neuron_streams.device import _set_stream_by_id as _set_stream_by_id
 from neuron_streams.device import _sleep as _sleep
+from neuron_streams.device import can_device_access_peer as can_device_access_peer
 from neuron_streams.device import current_device as current_device
 from neuron_streams.device import device as device
 from neuron_streams.device import device_count as device_count
+from neuron_streams.device import device_of as device_of
 from neuron_streams.device import get_device_capability as get_device_capability
 from neuron_streams.device import get_device_name as get_device_name
 from neuron_streams.device import get_device_properties as get_device_properties
+from neuron_streams.device import get_sync_debug_mode as get_sync_debug_mode
 from neuron_streams.device import init as init
 from neuron_streams.device import is_available as is_available
+from neuron_streams.device import is_bf16_supported as is_bf16_supported
+from neuron_streams.device import is_current_stream_capturing as is_current_stream_capturing
 from neuron_streams.device import is_initialized as is_initialized
 from neuron_streams.device import manual_seed_all as manual_seed_all
 from neuron_streams.device import set_device as set_device
+from neuron_streams.device import set_sync_debug_mode as set_sync_debug_mode
 from neuron_streams.device import synchronize as synchronize
 from neuron_streams.errors import UnsupportedError as UnsupportedError
 from neuron_streams.event import Event as Event
+from neuron_streams.executable import Executable as Executable
+from neuron_streams.executable import compile as compile
+from neuron_streams.external import ExternalStream as ExternalStream
+from neuron_streams.external import get_stream_from_external as get_stream_from_external
+from neuron_streams.statistics import empty_cache as empty_cache
+from neuron_streams.statistics import host_memory_stats as host_memory_stats
+from neuron_streams.statistics import (
+    host_memory_stats_as_nested_dict as host_memory_stats_as_nested_dict,
+)
+from neuron_streams.statistics import max_memory_allocated as max_memory_allocated
+from neuron_streams.statistics import max_memory_reserved as max_memory_reserved
+from neuron_streams.statistics import mem_get_info as mem_get_info
+from neuron_streams.statistics import memory_allocated as memory_allocated
+from neuron_streams.statistics import memory_reserved as memory_reserved
+from neuron_streams.statistics import memory_stats as memory_stats
+from neuron_streams.statistics import memory_stats_as_nested_dict as memory_stats_as_nested_dict
+from neuron_streams.statistics import memory_summary as memory_summary
+from neuron_streams.statistics import (
+    reset_accumulated_host_memory_stats as reset_accumulated_host_memory_stats,
+)
+from neuron_streams.statistics import (
+    reset_accumulated_memory_stats as reset_accumulated_memory_stats,
+)
+from neuron_streams.statistics import reset_max_memory_allocated as reset_max_memory_allocated
+from neuron_streams.statistics import reset_peak_host_memory_stats as reset_peak_host_memory_stats
+from neuron_streams.statistics import reset_peak_memory_stats as reset_peak_memory_stats
 from neuron_streams.stream import NeuronStream as NeuronStream
 from neuron_streams.stream import Stream as Stream
 from neuron_streams.stream import StreamContext as StreamContext
@@ -29,3 +68,10 @@ from neuron_streams.stream import default_stream as default_stream
 from neuron_streams.stream import set_stream as set_stream
 from neuron_streams.stream import stream as stream
 from neuron_streams.tensor import NeuronTensor as NeuronTensor
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        from neuron_streams import surface
+
+        raise surface.missing(name, "torch.cuda", "torch.neuron")

@@ -1,113 +1,44 @@
-"""Devices: which there are, which is current, and the first use of everything.
-
-The current device and the current streams belong to a thread. They live in a `Context` that is
-bound to the runtime of the process, so that tests can put another runtime in its place.
-"""
+"""Devices: which there are, which is current, how to wait for one, and what they are like."""
 
 from __future__ import annotations
 
-import sys
-import threading
-import weakref
-from collections.abc import Iterable
+import os
+import warnings
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 import torch
 
 from neuron_streams._runtime import process
-from neuron_streams._runtime.port import Failure, Runtime, Sleep, Ticket
-
-if TYPE_CHECKING:
-    from neuron_streams.stream import NeuronStream, StreamState
+from neuron_streams._runtime.port import Failure, Sleep, Ticket
+from neuron_streams.context import Context as Context
+from neuron_streams.context import DeviceLike as DeviceLike
+from neuron_streams.context import begin
+from neuron_streams.context import context as context
+from neuron_streams.context import index_of as index_of
+from neuron_streams.context import raise_first as raise_first
+from neuron_streams.context import replace as replace
 
 __all__ = [
     "DeviceLike",
+    "can_device_access_peer",
     "current_device",
     "device",
     "device_count",
+    "device_of",
     "get_device_capability",
     "get_device_name",
     "get_device_properties",
+    "get_sync_debug_mode",
     "init",
     "is_available",
+    "is_bf16_supported",
+    "is_current_stream_capturing",
     "is_initialized",
     "set_device",
+    "set_sync_debug_mode",
     "synchronize",
 ]
-
-DeviceLike: TypeAlias = "torch.device | str | int | None"
-
-
-class _Thread(threading.local):
-    """What belongs to a thread: its current device and its current stream on each device."""
-
-    def __init__(self) -> None:
-        self.device = 0
-        self.streams: dict[int, NeuronStream] = {}
-
-
-class Context:
-    """All that hangs on one runtime: threads' current things, default streams, live streams."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self.count = runtime.device_count()
-        self.thread = _Thread()
-        self.lock = threading.Lock()
-        self.defaults: dict[int, NeuronStream] = {}
-        self.states: weakref.WeakValueDictionary[int, StreamState] = weakref.WeakValueDictionary()
-        self.told: dict[int, dict[int, int]] = {}  # device: lane: failures seen up to this value
-
-
-_context: Context | None = None
-
-
-def context() -> Context:
-    """The context of the process's runtime; starts both at first use."""
-    found = _context
-    if found is not None and not process.in_bad_fork():
-        return found
-    return _begin(None)
-
-
-def _begin(wanted: Runtime | str | None) -> Context:
-    global _context
-    runtime = process.start(wanted)
-    register()
-    if _context is None or _context.runtime is not runtime:
-        _context = Context(runtime)
-    return _context
-
-
-def replace(runtime: Runtime | None) -> Runtime | None:
-    """Swap the process's runtime and start with fresh streams; returns the old one (tests)."""
-    global _context
-    old = process.replace(runtime)
-    _context = None
-    if runtime is not None:
-        _begin(None)
-    return old
-
-
-def register() -> None:
-    """Make "neuron" a device of torch, once. Never at import: at the first use of anything."""
-    name = torch._C._get_privateuse1_backend_name()
-    module = sys.modules["neuron_streams"]
-    if getattr(torch, "neuron", None) is module:
-        return
-    if name != "privateuseone":
-        raise RuntimeError(
-            f"neuron_streams: the device slot PrivateUse1 of this process is taken by {name!r}, "
-            "and torch has one; use neuron_streams in a process of its own"
-            + (" (native torch-neuronx has torch.neuron.Stream)" if name == "neuron" else "")
-        )
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
-    from neuron_streams import tensor
-
-    _setup_privateuseone_for_python_backend("neuron", module)
-    tensor.register_factories()
 
 
 def init(runtime: str | None = None) -> None:
@@ -121,7 +52,7 @@ def init(runtime: str | None = None) -> None:
 
     Host: waits for the runtime to start. Source: torch.cuda.init; `runtime` is added.
     """
-    _begin(runtime)
+    begin(runtime)
 
 
 def is_initialized() -> bool:
@@ -141,34 +72,7 @@ def device_count() -> int:
 
 def current_device() -> int:
     """The index of the calling thread's current device. Host: returns at once."""
-    return context().thread.device
-
-
-def index_of(device: DeviceLike, *, optional: bool = True) -> int:
-    """The device index that an argument means; None is the current device."""
-    if device is None:
-        if not optional:
-            raise ValueError("Expected a neuron device with a specified index, but got: None")
-        return current_device()
-    if isinstance(device, bool) or not isinstance(device, int):
-        if isinstance(device, str):
-            device = torch.device(device) if device != "neuron" else _bare()
-        if not isinstance(device, torch.device):
-            raise TypeError(f"Expected a neuron device, but got: {device!r}")
-        if device.type not in ("neuron", "privateuseone"):
-            raise ValueError(f"Expected a neuron device, but got: {device}")
-        device = current_device() if device.index is None else device.index
-    if not 0 <= device < context().count:
-        raise RuntimeError(
-            f"invalid device ordinal: there is no neuron:{device}, the devices are "
-            f"neuron:0 to neuron:{context().count - 1}"
-        )
-    return device
-
-
-def _bare() -> torch.device:
-    context()  # torch knows the name only after registration
-    return torch.device("neuron")
+    return context().threads.here.device
 
 
 def set_device(device: DeviceLike) -> None:
@@ -178,24 +82,31 @@ def set_device(device: DeviceLike) -> None:
     """
     if isinstance(device, int) and device < 0:
         return
-    context().thread.device = index_of(device)
+    context().threads.here.go(index_of(device))
 
 
-class device:  # noqa: N801  (torch.cuda spells it so)
-    """Make a device current inside a `with`; None or a negative index changes nothing.
+def _exchange_device(device: int) -> int:
+    """Make a device current and return the index of the one before; -1 for a negative index."""
+    if device < 0:
+        return -1
+    here = context().threads.here
+    before = here.device
+    here.go(index_of(device))
+    return before
 
-    Host: returns at once. Source: torch.cuda.device.
-    """
 
-    def __init__(self, device: DeviceLike) -> None:
-        nothing = device is None or (isinstance(device, int) and device < 0)
-        self.idx = -1 if nothing else index_of(device)
-        self.prev_idx = -1
+_maybe_exchange_device = _exchange_device
+
+
+class _DeviceGuard:
+    """`device` for an index that is known; Dynamo and Inductor use it."""
+
+    def __init__(self, index: int) -> None:
+        self.idx = index
+        self._before: list[int] = []
 
     def __enter__(self) -> None:
-        if self.idx >= 0:
-            thread = context().thread
-            self.prev_idx, thread.device = thread.device, self.idx
+        self._before.append(_exchange_device(self.idx))
 
     def __exit__(
         self,
@@ -203,9 +114,36 @@ class device:  # noqa: N801  (torch.cuda spells it so)
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> Literal[False]:
-        if self.idx >= 0:
-            context().thread.device = self.prev_idx
+        _maybe_exchange_device(self._before.pop())
         return False
+
+
+class device(_DeviceGuard):  # noqa: N801  (torch.cuda spells it so)
+    """Make a device current inside a `with`; None or a negative index changes nothing.
+
+    Host: returns at once. Source: torch.cuda.device.
+    """
+
+    def __init__(self, device: DeviceLike) -> None:
+        nothing = device is None or (isinstance(device, int) and device < 0)
+        super().__init__(-1 if nothing else index_of(device))
+
+
+class device_of(device):  # noqa: N801  (torch.cuda spells it so)
+    """Make the device of a tensor current inside a `with`; one on the host changes nothing.
+
+    Host: returns at once. Source: torch.cuda.device_of.
+    """
+
+    def __init__(self, obj: torch.Tensor) -> None:
+        super().__init__(obj.get_device() if obj.device.type == "neuron" else -1)
+
+
+def _set_stream_by_id(stream_id: int, device_index: int, device_type: int) -> None:
+    """Make the stream with these ids current for the calling thread; Dynamo uses it."""
+    from neuron_streams.stream import Stream, set_stream
+
+    set_stream(Stream(stream_id=stream_id, device_index=device_index, device_type=device_type))
 
 
 def synchronize(device: DeviceLike = None) -> None:
@@ -221,23 +159,75 @@ def synchronize(device: DeviceLike = None) -> None:
     for state in list(found.states.values()):
         if state.device == index:
             state.flush()
+    runtime = found.runtime
     told = found.told.setdefault(index, {})
     failures: list[Failure] = []
-    for lane in found.runtime.lanes(index):
-        last = Ticket(lane, found.runtime.submitted(lane))
-        found.runtime.wait(last)
-        failures += found.runtime.failures(last, told.get(lane, 0))
+    for lane in runtime.lanes(index):
+        last = Ticket(lane, runtime.submitted(lane))
+        runtime.wait(last)
+        failures += runtime.failures(last, told.get(lane, 0))
         told[lane] = last.value
-    for lane in set(told).difference(found.runtime.lanes(index)):
+        alive = found.states.get(lane)
+        if alive is not None:
+            alive.seen = max(alive.seen, last.value)
+    for lane in set(told).difference(runtime.lanes(index)):
         del told[lane]
     raise_first(failures)
 
 
-def raise_first(failures: Iterable[Failure]) -> None:
-    """Raise the first cause with the traceback that it was born with."""
-    first = next(iter(failures), None)
-    if first is not None:
-        raise first.error.with_traceback(first.traceback)
+_SYNC_MODES = ("default", "warn", "error")
+_sync_mode = 0
+
+
+def set_sync_debug_mode(debug_mode: int | str) -> None:
+    """Have calls that wait for a stream without saying so in their name warn or raise.
+
+    These are `Stream.synchronize` and everything that reads a tensor's values: `cpu`, `item`,
+    `tolist`, a blocking `to("cpu")`. `Event.synchronize` and `synchronize` never do, as in CUDA.
+
+    Args:
+        debug_mode: 0 or "default" (neither), 1 or "warn", 2 or "error". For the whole process.
+
+    Raises:
+        RuntimeError: it is none of these.
+
+    Host: returns at once. Source: torch.cuda.set_sync_debug_mode.
+    """
+    global _sync_mode
+    if debug_mode in _SYNC_MODES:
+        debug_mode = _SYNC_MODES.index(str(debug_mode))
+    if debug_mode not in (0, 1, 2):
+        raise RuntimeError(
+            "invalid value of debug_mode, expected one of `default`, `warn`, `error` or 0, 1, 2, "
+            f"but got: {debug_mode!r}"
+        )
+    _sync_mode = int(debug_mode)
+
+
+def get_sync_debug_mode() -> int:
+    """0, 1 (warn) or 2 (error); see `set_sync_debug_mode`. Host: returns at once."""
+    return _sync_mode
+
+
+def check_sync() -> None:
+    """Warn or raise before a wait for a stream, if `set_sync_debug_mode` asks for it."""
+    if _sync_mode == 2:
+        raise RuntimeError(
+            "called a synchronizing Neuron operation while set_sync_debug_mode is error; copy "
+            "with non_blocking=True and wait for an event instead"
+        )
+    if _sync_mode == 1:
+        warnings.warn("called a synchronizing Neuron operation", stacklevel=3)
+
+
+def is_current_stream_capturing() -> bool:
+    """False: there is no graph capture. Source: torch.cuda.is_current_stream_capturing."""
+    return False
+
+
+def can_device_access_peer(device: DeviceLike, peer_device: DeviceLike) -> bool:
+    """Whether a device reaches another's memory: all do, but none is its own peer."""
+    return index_of(device, optional=False) != index_of(peer_device, optional=False)
 
 
 class DeviceProperties(NamedTuple):
@@ -250,8 +240,6 @@ class DeviceProperties(NamedTuple):
 
 def get_device_properties(device: DeviceLike = None) -> DeviceProperties:
     """Name, memory in bytes and core count of a device. Source: torch.cuda."""
-    import os
-
     index_of(device)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return DeviceProperties(f"NeuronCore ({context().runtime.name})", memory, 1)
@@ -266,6 +254,11 @@ def get_device_capability(device: DeviceLike = None) -> tuple[int, int]:
     """(0, 0): the CPU has no NeuronCore version. Source: torch.cuda.get_device_capability."""
     index_of(device)
     return (0, 0)
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    """True: every NeuronCore computes in bfloat16, and so does the CPU that plays one."""
+    return True
 
 
 def _sleep(cycles: int) -> None:

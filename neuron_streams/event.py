@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NoReturn
 
 import torch
 from typing_extensions import Self
 
+from neuron_streams import surface
 from neuron_streams._runtime.port import Marker, Ticket
-from neuron_streams.device import raise_first
+from neuron_streams.context import raise_first
 from neuron_streams.errors import UnsupportedError
-from neuron_streams.stream import StreamState, as_stream, current_stream
+from neuron_streams.lane import StreamState, weakly
+from neuron_streams.stream import NeuronStream, as_stream, current_stream
 
 __all__ = ["Event"]
 
@@ -27,11 +29,25 @@ class Event(torch.Event):
     Host: returns at once. Source: torch.cuda.Event.
     """
 
+    __slots__ = (
+        "__dict__",
+        "_marker",
+        "_since",
+        "_state",
+        "_ticket",
+        "_timed",
+        *weakly(torch.Event),
+    )
+
     _ticket: Ticket | None
     _state: StreamState | None
     _marker: Marker | None
-    _raised: int
+    _since: int
     _timed: bool
+    cuda_event = surface.Absent("torch.cuda.Event")
+    _as_parameter_ = surface.Absent("torch.cuda.Event")
+    ipc_handle = surface.Absent("torch.cuda.Event")
+    from_ipc_handle = surface.Absent("torch.cuda.Event")
 
     def __new__(
         cls,
@@ -47,17 +63,30 @@ class Event(torch.Event):
             )
         made = super().__new__(cls)
         made._ticket = made._state = made._marker = None
-        made._raised = 0
         made._timed = enable_timing
         return made
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> None:
         pass  # torch.Event is built in __new__
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("cannot pickle or copy an event; record another one")
 
     @property
     def device(self) -> torch.device | None:  # type: ignore[override]
         """The device of the first record; None before it."""
         return None if self._state is None else torch.device("neuron", self._state.device)
+
+    @property
+    def event_id(self) -> int:  # type: ignore[override]
+        """0 before the first record, then a number that no other living event has."""
+        return 0 if self._state is None else id(self)
 
     def record(self, stream: torch.Stream | None = None) -> None:
         """Take the place behind all work submitted so far to a stream (None: the current one).
@@ -67,20 +96,26 @@ class Event(torch.Event):
 
         Host: returns at once. Stream: nobody. Source: torch.cuda.Event.record.
         """
-        state = (current_stream() if stream is None else as_stream(stream))._state
+        if type(stream) is NeuronStream:
+            state = stream._state
+        else:
+            state = (current_stream() if stream is None else as_stream(stream))._state
+        if self._state is not state:
+            self._check_device(state)
+        if self._timed:
+            self._marker = Marker(timed=True, name="event")
+            self._ticket = state.submit(self._marker)
+        else:
+            self._ticket = state.ticket() if state.waits else state.last or state.ticket()
+        self._since = state.seen
+        self._state = state
+
+    def _check_device(self, state: StreamState) -> None:
         if self._state is not None and self._state.device != state.device:
             raise RuntimeError(
                 f"Event device {self._state.device} does not match recording stream's device "
                 f"{state.device}."
             )
-        if self._timed:
-            marker = Marker(timed=True, name="event")
-            ticket = state.submit(marker)
-            self._marker = marker
-        else:
-            ticket = state.ticket()
-        self._raised = state.raised
-        self._state, self._ticket = state, ticket
 
     def wait(self, stream: torch.Stream | None = None) -> None:
         """Make work submitted to a stream (None: the current one) from now on wait for the event.
@@ -94,16 +129,18 @@ class Event(torch.Event):
 
         Host: returns at once. Source: torch.cuda.Event.query.
         """
-        state, ticket = self._state, self._ticket
-        if state is None or ticket is None:
+        state = self._state
+        if state is None:
             return True
-        return state.context.runtime.completed(ticket.lane) >= ticket.value
+        lane, value = self._ticket  # type: ignore[misc]
+        return state.context.runtime.completed(lane) >= value
 
     def synchronize(self) -> None:
         """Wait until the newest record has completed; an unrecorded event is not waited for.
 
         Raises:
-            the first cause of each failure before the record, once per event.
+            the first cause of each failure before the record, once per event; of failures that
+            were raised before the record, none.
 
         Host: waits, asleep. Stream: nobody. Source: torch.cuda.Event.synchronize.
         """
@@ -112,18 +149,19 @@ class Event(torch.Event):
             return
         runtime = state.context.runtime
         runtime.wait(ticket)
-        raised, self._raised = self._raised, max(self._raised, ticket.value)
-        raise_first(runtime.failures(ticket, raised))
+        since, self._since = self._since, max(self._since, ticket.value)
+        raise_first(state.see(ticket, since))
 
     def elapsed_time(self, end_event: Event) -> float:  # type: ignore[override]
         """Milliseconds from the completion of this event to that of another.
 
         Raises:
             ValueError: one of them has no timing, or was never recorded.
-            RuntimeError: one of them has not completed.
+            RuntimeError: one of them has not completed, or they are on two devices.
 
         Host: returns at once. Source: torch.cuda.Event.elapsed_time.
         """
+        as_event(end_event)
         if not (self._timed and end_event._timed):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         start, end = self._marker, end_event._marker
@@ -131,6 +169,11 @@ class Event(torch.Event):
             raise ValueError("Both events must be recorded before calculating elapsed time.")
         if start.at is None or end.at is None:
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        if self.device != end_event.device:
+            raise RuntimeError(
+                f"elapsed_time: the events are on {self.device} and {end_event.device}, whose "
+                "clocks cannot be compared; record both on one device"
+            )
         return (end.at - start.at) * 1e3
 
     def __repr__(self) -> str:
@@ -138,3 +181,13 @@ class Event(torch.Event):
             return "<neuron_streams.Event uninitialized>"
         done = "completed" if self.query() else "pending"
         return f"<neuron_streams.Event lane={self._ticket.lane} value={self._ticket.value} {done}>"
+
+
+def as_event(event: object) -> Event:
+    """One of ours; a foreign one is refused with a sentence."""
+    if isinstance(event, Event):
+        return event
+    raise TypeError(
+        f"a Neuron event is expected, but got {type(event).__name__}; "
+        "make one with neuron_streams.Event()"
+    )

@@ -1,22 +1,63 @@
 """Copies between the host and a device, and within devices.
 
-Host memory is pageable: it is read at the call, before `copy_` returns, so the caller may change it
-at once. A fresh device buffer, which no command has named yet, is written on the spot; any other
-goes through a command of the current stream. A copy to the host is always a command.
+Pageable host memory is read at the call, before `copy_` returns, so the caller may change it at
+once: a fresh device buffer, which no command has named yet, is written on the spot; any other goes
+through a command of the current stream. Pinned host memory (`tensor.pin_memory()`) is read when the
+stream gets there, as in CUDA. A copy to the host is always a command.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 
 import torch
 
 from neuron_streams._runtime.cpu import tensor_of
+from neuron_streams._runtime.ledger import Ledger
 from neuron_streams._runtime.port import Buffer, Copy, View
-from neuron_streams.device import context, raise_first
+from neuron_streams.context import context, raise_first
+from neuron_streams.device import check_sync
 from neuron_streams.stream import current_stream
 
-__all__ = ["contiguous", "copy_between", "copy_into", "empty", "from_host", "to_host", "wait_for"]
+__all__ = [
+    "contiguous",
+    "copy_between",
+    "copy_into",
+    "empty",
+    "from_host",
+    "is_pinned",
+    "mark_pinned",
+    "pin",
+    "pinned",
+    "to_host",
+    "wait_for",
+]
+
+pinned = Ledger()
+_pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether copies from a host tensor read it only when the stream gets there."""
+    return bool(_pinned) and tensor.untyped_storage() in _pinned
+
+
+def mark_pinned(tensor: torch.Tensor) -> None:
+    """Count a host tensor's memory as pinned, for as long as it lives."""
+    storage = tensor.untyped_storage()
+    if storage not in _pinned:
+        _pinned.add(storage)
+        pinned.add(storage.nbytes())
+        weakref.finalize(storage, pinned.dead.append, storage.nbytes()).atexit = False
+
+
+def pin(source: torch.Tensor) -> torch.Tensor:
+    """A copy of a host tensor in pinned memory. Host: copies, waits for nobody."""
+    with torch.inference_mode(False), torch.no_grad():
+        made = torch.empty_like(source, memory_format=torch.contiguous_format).copy_(source)
+    mark_pinned(made)
+    return made
 
 
 def contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
@@ -57,8 +98,10 @@ def to_host(view: View, out: torch.Tensor, non_blocking: bool) -> None:
     """
     buffer = view.buffer
     stream = current_stream(buffer.device)
-    if not non_blocking and buffer.writer is not None:
-        stream._state.wait(buffer.writer)
+    if not non_blocking:
+        check_sync()
+        if buffer.writer is not None:
+            stream._state.wait(buffer.writer)
     ticket = stream._submit(Copy(view, out, name="copy to host"), reads=(buffer,))
     if not non_blocking:
         context().runtime.wait(ticket)
@@ -68,19 +111,22 @@ def to_host(view: View, out: torch.Tensor, non_blocking: bool) -> None:
 
 
 def copy_into(target: View, source: torch.Tensor, non_blocking: bool) -> None:
-    """Copy host memory into a view; the source may be changed when the call returns.
+    """Copy host memory into a view; pageable memory may be changed when the call returns.
 
     Host: waits for the copy unless `non_blocking`. Stream: copies.
     """
     buffer = target.buffer
-    if not buffer.named:
+    if is_pinned(source):
+        kept = source.detach()
+    elif not buffer.named:
         write_fresh(target, source)
         return
-    kept = torch.empty(source.shape, dtype=target.dtype)
-    kept.copy_(source.detach())
+    else:
+        kept = torch.empty(source.shape, dtype=target.dtype).copy_(source.detach())
     command = Copy(kept, target, name="copy from host")
     ticket = current_stream(buffer.device)._submit(command, writes=(buffer,))
     if not non_blocking:
+        check_sync()
         context().runtime.wait(ticket)
 
 

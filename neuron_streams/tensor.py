@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from neuron_streams import memory
 from neuron_streams._runtime.port import View
-from neuron_streams.device import context, index_of
+from neuron_streams.context import context, index_of
 from neuron_streams.errors import UnsupportedError
 from neuron_streams.stream import as_stream
 
@@ -155,6 +155,8 @@ def _to_copy(
     if device is None or device.type != "cpu":
         raise _unsupported("aten._to_copy on the device")
     out = torch.empty(source.shape, dtype=dtype or source.dtype)
+    if non_blocking:
+        memory.mark_pinned(out)
     memory.to_host(source._view, out, non_blocking)
     return out
 
@@ -173,8 +175,12 @@ def _alias(source: NeuronTensor) -> NeuronTensor:
     return NeuronTensor._wrap(source._view)
 
 
-def _is_pinned(tensor: NeuronTensor, device: torch.device | None = None) -> bool:
-    return False
+def _is_pinned(tensor: torch.Tensor, device: torch.device | None = None) -> bool:
+    return not isinstance(tensor, NeuronTensor) and memory.is_pinned(tensor)
+
+
+def _pin_memory(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    return memory.pin(tensor)
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -225,3 +231,6 @@ def register_factories() -> None:
         _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         for name, kernel in (("empty.memory_format", _empty), ("empty_strided", _empty_strided)):
             _library.impl(name, kernel, "PrivateUse1")  # type: ignore[no-untyped-call]
+        if not torch.cuda.is_available():  # CUDA pins memory of its own
+            for name, pinning in (("is_pinned", _is_pinned), ("_pin_memory", _pin_memory)):
+                _library.impl(name, pinning, "CPU")  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from typing_extensions import Self
 from neuron_streams._runtime.emulated import EmulatedRuntime
 from neuron_streams._runtime.manual import DeadlockError, ManualRuntime
 from neuron_streams._runtime.port import Pledge, Runtime
-from neuron_streams.device import replace
+from neuron_streams.context import replace
 from neuron_streams.stream import as_stream, current_stream
 
 __all__ = ["DeadlockError", "EmulatedRuntime", "Gate", "ManualRuntime", "use_runtime"]
@@ -38,11 +38,15 @@ class Gate:
 
     def __init__(self, stream: torch.Stream | None = None) -> None:
         state = (current_stream() if stream is None else as_stream(stream))._state
-        self._runtime = state.context.runtime
+        self._context = state.context
         self._lane = self._runtime.open_lane(state.device, host=True)
         self._ticket = self._runtime.submit(self._lane, Pledge(name="gate"))
         state.wait(self._ticket)
         state.flush()
+
+    @property
+    def _runtime(self) -> Runtime:
+        return self._context.runtime
 
     @property
     def is_open(self) -> bool:

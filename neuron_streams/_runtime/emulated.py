@@ -1,25 +1,89 @@
-"""The emulated runtime: a CPU plays the device, on worker threads.
+"""The emulated runtime: a CPU plays the device.
 
-Each device has a few workers, started when work needs them. A worker that finishes a command goes
-on with what is ready (a wake-up costs the waker some 20 µs and arrives some 60 µs later) and wakes
-another only for work that it cannot take itself. Compiled steps run without the GIL.
+Two kinds of workers play it, alike but for one thing: those in C (`native.py`) start the next
+command whatever Python is doing, those in Python (below) when the GIL is free. What both do: each
+device has a few workers, started when work needs them; one that finishes a command goes on with
+what is ready (a wake-up costs the waker some 20 µs and arrives some 60 µs later) and wakes another
+only for work that it cannot take itself. Compiled steps run without the GIL.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import os
 import threading
 import time
 from collections import deque
 
 import torch
+from typing_extensions import Self
 
 from neuron_streams._runtime.cpu import run
 from neuron_streams._runtime.lanes import Entry, Lanes
-from neuron_streams._runtime.port import Unit
+from neuron_streams._runtime.port import Runtime, Unit
 
-__all__ = ["EmulatedRuntime"]
+__all__ = ["EmulatedRuntime", "PythonWorkers", "skip_destructors"]
+
+log = logging.getLogger(__name__)
 
 MOST_WORKERS = sum(unit.queues for unit in Unit)
+
+
+class EmulatedRuntime(Runtime):
+    """Emulates `devices` NeuronCores on this machine's CPU.
+
+    Args:
+        devices: how many.
+        worker: `"native"`, `"python"`, or `"auto"`: native where a C compiler is; None asks
+            NEURON_STREAMS_WORKER.
+
+    `worker` says which it is, `why` why.
+    """
+
+    name = "emulated"
+    worker: str
+    why: str
+
+    def __new__(cls, devices: int = 2, worker: str | None = None) -> Self:
+        if cls is not EmulatedRuntime:
+            return super().__new__(cls)
+        kind, why = _choose(worker)
+        made: Self = super().__new__(kind)  # type: ignore[type-var]
+        made.why = why
+        log.info("the workers of the emulated runtime are %s: %s", kind.worker, why)
+        return made
+
+
+def _choose(asked: str | None) -> tuple[type[EmulatedRuntime], str]:
+    from neuron_streams._runtime.worker.library import why_not
+
+    variable = os.environ.get("NEURON_STREAMS_WORKER", "").strip().lower()
+    wanted = asked or variable or "python"
+    if wanted not in ("auto", "native", "python"):
+        raise ValueError(f"NEURON_STREAMS_WORKER={wanted!r} names no worker; use auto, native or python")
+    if wanted == "python":
+        return PythonWorkers, "asked for" if asked else "NEURON_STREAMS_WORKER=python"
+    missing = why_not()
+    if missing is None:
+        from neuron_streams._runtime.native import NativeWorkers
+
+        return NativeWorkers, "there is a C compiler" if wanted == "auto" else f"{wanted} asked for"
+    if wanted == "native":
+        raise RuntimeError(
+            f"NEURON_STREAMS_WORKER=native: {missing}; install one, or use auto or python"
+        )
+    return PythonWorkers, missing
+
+
+def skip_destructors() -> None:
+    """Have the process end without C++ destructors: a thread that nobody can stop runs libtorch.
+
+    The exit code stays. Without glibc's on_exit nothing is done.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):
+        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
 
 
 class _Crew:
@@ -33,12 +97,13 @@ class _Crew:
         self.size = 0
 
 
-class EmulatedRuntime(Lanes):
-    """Emulates `devices` NeuronCores on this machine's CPU with Python worker threads."""
+class PythonWorkers(EmulatedRuntime, Lanes):
+    """The emulated runtime where no C compiler is."""
 
-    name = "emulated"
+    worker = "python"
+    why = "asked for"
 
-    def __init__(self, devices: int = 2) -> None:
+    def __init__(self, devices: int = 2, worker: str | None = None) -> None:
         super().__init__(devices)
         self._crews = [_Crew() for _ in range(devices)]
         self._idle = threading.Condition(self._lock)
@@ -111,7 +176,9 @@ class EmulatedRuntime(Lanes):
                     break
                 self._idle.wait(left)
             self._closed = True
-            self._cancel_pending()
+            if any(any(device.running.values()) for device in self._devices):
+                skip_destructors()
+            self._cancel_pending(running=True)
             self._room.notify_all()
             for crew in self._crews:
                 while crew.idle:

@@ -19,7 +19,17 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 
+from neuron_streams._runtime.complaints import (
+    FORGOTTEN,
+    CancelledError,
+    cancelled,
+    closed,
+    describe,
+    not_of_the_host,
+    timed_out,
+)
 from neuron_streams._runtime.cpu import blame, settle
+from neuron_streams._runtime.ledger import Ledger
 from neuron_streams._runtime.port import (
     Buffer,
     Command,
@@ -38,10 +48,6 @@ __all__ = ["CancelledError", "Entry", "Lanes"]
 
 SMALL_COPY = 1 << 16  # bytes; below it a copy costs less than waking a thread for it
 OUTSTANDING = 1024  # commands per device before submit waits, as in CUDA
-
-
-class CancelledError(RuntimeError):
-    """A command that had not started when its runtime was closed."""
 
 
 class Entry:
@@ -120,6 +126,7 @@ class Lanes(Runtime):
         self._lock = threading.RLock()
         self._room = threading.Condition(self._lock)
         self._devices = [_Device() for _ in range(devices)]
+        self._ledgers = [Ledger() for _ in range(devices)]
         self._lanes: dict[int, _Lane] = {}
         self._ids = itertools.count(1)
         self._order = itertools.count()
@@ -152,7 +159,8 @@ class Lanes(Runtime):
                 self._forget_if_done(lane)
 
     def _forget_if_done(self, lane: _Lane) -> None:
-        if lane.closing and not lane.pending:
+        # One with failures is kept until somebody has asked for them: none is swallowed.
+        if lane.closing and not lane.pending and not lane.failures:
             self._lanes.pop(lane.id, None)
 
     def lanes(self, device: int) -> Sequence[int]:
@@ -164,7 +172,7 @@ class Lanes(Runtime):
 
     def completed(self, lane: int) -> int:
         found = self._lanes.get(lane)
-        return _FORGOTTEN if found is None else found.completed
+        return FORGOTTEN if found is None else found.completed
 
     def completed_at(self, ticket: Ticket) -> float | None:
         lane = self._lanes.get(ticket.lane)
@@ -176,7 +184,9 @@ class Lanes(Runtime):
         if lane is None or not lane.failures:
             return ()
         with self._lock:
-            found = (f for value, f in lane.failures if since < value <= ticket.value)
+            found = [f for value, f in lane.failures if since < value <= ticket.value]
+            if lane.closing and ticket.value >= lane.submitted == lane.completed:
+                self._lanes.pop(lane.id, None)
             return tuple({id(f): f for f in found}.values())
 
     def busy_intervals(self) -> Sequence[tuple[int, Unit, float, float, str]]:
@@ -306,6 +316,8 @@ class Lanes(Runtime):
         command = entry.command
         assert not isinstance(command, Marker | Pledge)
         lane = entry.lane
+        if not lane.pending or lane.pending[0] is not entry:
+            return  # close() has given it up already
         if error is not None:
             entry.failure = Failure(error, entry.ticket, command.name, error.__traceback__)
         settle(command, entry.failure)
@@ -326,10 +338,7 @@ class Lanes(Runtime):
             if lane is None or lane.completed >= ticket.value:
                 return
             if not lane.host:
-                raise ValueError(
-                    f"complete: lane {ticket.lane} belongs to the device, so only the device can "
-                    "complete its commands; open a lane with host=True for pledges"
-                )
+                raise not_of_the_host(ticket)
             moved: list[_Lane] = []
             while lane.pending and lane.pending[0].value <= ticket.value:
                 head = lane.pending[0]
@@ -358,10 +367,7 @@ class Lanes(Runtime):
             if not done:
                 self._stop_waiting(lane, waiter)
         if not done and lane.completed < ticket.value:
-            raise TimeoutError(
-                f"wait: after {timeout} s lane {ticket.lane} has completed {lane.completed} of the "
-                f"{ticket.value} commands waited for; the next is {self._describe_head(lane)}"
-            )
+            raise timed_out(timeout, ticket, lane.completed, self._describe_head(lane))
 
     def _stop_waiting(self, lane: _Lane, waiter: threading.Lock) -> None:
         with self._lock:
@@ -371,23 +377,21 @@ class Lanes(Runtime):
     def _describe_head(self, lane: _Lane) -> str:
         with self._lock:
             if not lane.pending:
-                return "none: it is done"
-            head = lane.pending[0]
-            where = f"{head.command.name!r} (command {head.value} of lane {lane.id}"
-            if isinstance(head.command, Pledge):
-                return f"{where}, which the host has not completed)"
-            if not head.blocked:
-                return f"{where}, ready or running)"
+                return describe(None, Ticket(lane.id, lane.completed), None)
+            head, held_by = lane.pending[0], None
             for upstream in self._lanes.values():
                 for value, _, entry in upstream.dependents:
                     if entry is head:
-                        return f"{where}, which waits for command {value} of lane {upstream.id})"
-            return f"{where})"
+                        held_by = Ticket(upstream.id, value)
+            return describe(head.command, head.ticket, held_by)
 
     # -- memory and the end -----------------------------------------------------------------
 
     def allocate(self, device: int, nbytes: int) -> Buffer:
-        return Buffer(device, nbytes)
+        return Buffer(device, nbytes, ledger=self._ledgers[device])
+
+    def ledger(self, device: int) -> Ledger:
+        return self._ledgers[device]
 
     def load(self, payload: Payload, device: int) -> Handle:
         from neuron_streams._runtime.program import load_on_cpu
@@ -396,29 +400,22 @@ class Lanes(Runtime):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError(
-                f"the {self.name} runtime of neuron_streams is closed, so it takes no more "
-                "commands; streams of a closed runtime cannot be used again"
-            )
+            raise closed(self.name)
 
-    def _cancel_pending(self) -> None:
-        """Fail every command that has not started; with the lock held."""
+    def _cancel_pending(self, running: bool = False) -> None:
+        """Fail every command that has not started, or all; with the lock held."""
         for device in self._devices:
             for heap in device.ready.values():
                 heap.clear()
         for lane in list(self._lanes.values()):
             while lane.pending:
                 head = lane.pending[0]
-                if head.started:
+                if head.started and not running:
                     break
                 command = head.command
-                what = f"{command.name!r} (command {head.value} of lane {lane.id})"
-                error = CancelledError(f"{what} had not started when the runtime was closed")
+                error = cancelled(command, head.ticket, bool(head.started))
                 head.failure = Failure(error, head.ticket, command.name)
                 if not isinstance(command, Marker | Pledge):
                     settle(command, head.failure)
                     self._devices[lane.device].outstanding -= 1
                 self._complete(head)
-
-
-_FORGOTTEN = (1 << 63) - 1  # a closed lane has completed whatever it was given

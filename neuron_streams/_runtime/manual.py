@@ -124,6 +124,9 @@ class ManualRuntime(Lanes):
                     )
 
     def close(self, timeout: float | None = None) -> None:
-        with self._stepping, self._lock:
+        alone = self._stepping.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
+        with self._lock:
             self._closed = True
-            self._cancel_pending()
+            self._cancel_pending(running=not alone)
+        if alone:
+            self._stepping.release()

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import enum
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
+
+from neuron_streams._runtime.ledger import Ledger
 
 __all__ = [
     "Buffer",
@@ -51,8 +54,7 @@ class Unit(enum.Enum):
         return self.value
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(NamedTuple):
     """The `value`-th command of a lane, counted from 1."""
 
     lane: int
@@ -77,17 +79,37 @@ class Buffer:
     runtime as commands complete.
     """
 
-    __slots__ = ("__weakref__", "device", "failure", "named", "nbytes", "storage", "writer")
+    __slots__ = (
+        "__weakref__",
+        "device",
+        "failure",
+        "ledger",
+        "named",
+        "nbytes",
+        "storage",
+        "writer",
+    )
 
     def __init__(
-        self, device: int, nbytes: int, storage: torch.UntypedStorage | None = None
+        self,
+        device: int,
+        nbytes: int,
+        storage: torch.UntypedStorage | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.device = device
         self.nbytes = nbytes
         self.storage = storage
+        self.ledger = ledger
+        if ledger is not None:
+            ledger.add(nbytes)
         self.writer: Ticket | None = None
         self.named = False
         self.failure: Failure | None = None
+
+    def __del__(self) -> None:
+        if self.ledger is not None:
+            self.ledger.dead.append(self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +133,28 @@ class View:
 
 
 class Marker:
-    """Nothing to run: completes when all before it has. `timed` keeps the moment in `at`."""
+    """Nothing to run: completes when all before it has. `timed` keeps the moment in `at`.
 
-    __slots__ = ("__weakref__", "at", "name", "timed")
+    `cell` is where a timed marker has its moment, so that a runtime in C can write it.
+    """
+
+    __slots__ = ("__weakref__", "cell", "name", "timed")
 
     def __init__(self, timed: bool = False, name: str = "marker") -> None:
         self.timed = timed
         self.name = name
-        self.at: float | None = None
+        self.cell = array("d", (math.nan,)) if timed else None
+
+    @property
+    def at(self) -> float | None:
+        """The moment of completion, in seconds on the runtime's clock; None while pending."""
+        moment = math.nan if self.cell is None else self.cell[0]
+        return None if math.isnan(moment) else moment
+
+    @at.setter
+    def at(self, moment: float) -> None:
+        if self.cell is not None:
+            self.cell[0] = moment
 
 
 @dataclass(slots=True)
@@ -242,6 +278,9 @@ class Runtime(Protocol):
         """Those of the ticket's lane with `since < value <= ticket.value`, each cause once."""
 
     def allocate(self, device: int, nbytes: int) -> Buffer: ...
+
+    def ledger(self, device: int) -> Ledger:
+        """What `allocate` has given out on a device."""
 
     def load(self, payload: Payload, device: int) -> Handle: ...
 

@@ -16,16 +16,32 @@ from neuron_streams._runtime.emulated import EmulatedRuntime
 from neuron_streams._runtime.manual import ManualRuntime
 from neuron_streams._runtime.port import Runtime
 
-__all__ = ["chosen", "create", "in_bad_fork", "is_started", "replace", "runtime", "start", "why"]
+__all__ = [
+    "chosen",
+    "create",
+    "in_bad_fork",
+    "is_started",
+    "linger",
+    "replace",
+    "runtime",
+    "start",
+    "why",
+]
 
 log = logging.getLogger(__name__)
 
+# The words of torch.cuda, since code that forks looks for them.
+FORKED = (
+    "Cannot re-initialize neuron_streams in forked subprocess. To use neuron_streams with "
+    "multiprocessing, you must use the 'spawn' start method"
+)
 EXIT_SECONDS = 1.0  # for work in flight at interpreter exit; the process is gone within two
 
 _lock = threading.Lock()
 _runtime: Runtime | None = None
 _forked = False
 _hooked = False
+_exiting = False
 
 
 def chosen() -> str:
@@ -88,11 +104,7 @@ def start(wanted: Runtime | str | None = None) -> Runtime:
     """Start the runtime of this process, or check that it is the one wanted."""
     global _runtime
     if _forked:
-        # The words of torch.cuda, since code that forks looks for them.
-        raise RuntimeError(
-            "Cannot re-initialize neuron_streams in forked subprocess. To use neuron_streams with "
-            "multiprocessing, you must use the 'spawn' start method"
-        )
+        raise RuntimeError(FORKED)
     with _lock:
         if _runtime is None:
             made = create(wanted or chosen()) if isinstance(wanted, str | None) else wanted
@@ -130,7 +142,15 @@ def _hook() -> None:
     os.register_at_fork(after_in_child=_after_fork)
 
 
+def linger() -> None:
+    """Keep a daemon thread that the exit overtook from complaining: it ends with the process."""
+    if _exiting and threading.current_thread().daemon:
+        threading.Event().wait()
+
+
 def _close() -> None:
+    global _exiting
+    _exiting = True
     if _runtime is not None and not _forked:
         _runtime.close(EXIT_SECONDS)
 

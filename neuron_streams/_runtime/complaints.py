@@ -1,0 +1,66 @@
+"""What the runtimes of this process say when something cannot be: one place, the same words.
+
+A file of its own because lanes in Python and lanes in C must not be told apart by their errors.
+"""
+
+from __future__ import annotations
+
+from neuron_streams._runtime.port import Command, Pledge, Ticket
+
+__all__ = [
+    "FORGOTTEN",
+    "CancelledError",
+    "cancelled",
+    "closed",
+    "describe",
+    "not_of_the_host",
+    "timed_out",
+]
+
+FORGOTTEN = (1 << 63) - 1  # a closed lane has completed whatever it was given
+
+
+class CancelledError(RuntimeError):
+    """A command that had not completed when its runtime was closed."""
+
+
+def cancelled(command: Command, ticket: Ticket, running: bool) -> CancelledError:
+    """The failure of a command that the end of its runtime found pending."""
+    why = "was still running" if running else "had not started"
+    return CancelledError(
+        f"{command.name!r} (command {ticket.value} of lane {ticket.lane}) {why} when the runtime "
+        "was closed"
+    )
+
+
+def closed(runtime: str) -> RuntimeError:
+    return RuntimeError(
+        f"the {runtime} runtime of neuron_streams is closed, so it takes no more "
+        "commands; streams of a closed runtime cannot be used again"
+    )
+
+
+def not_of_the_host(ticket: Ticket) -> ValueError:
+    return ValueError(
+        f"complete: lane {ticket.lane} belongs to the device, so only the device can "
+        "complete its commands; open a lane with host=True for pledges"
+    )
+
+
+def timed_out(timeout: float | None, ticket: Ticket, completed: int, head: str) -> TimeoutError:
+    return TimeoutError(
+        f"wait: after {timeout} s lane {ticket.lane} has completed {completed} of the "
+        f"{ticket.value} commands waited for; the next is {head}"
+    )
+
+
+def describe(command: Command | None, ticket: Ticket, held_by: Ticket | None) -> str:
+    """The head of a lane, None if it is empty, and the ticket that it waits for, if any."""
+    if command is None:
+        return "none: it is done"
+    where = f"{command.name!r} (command {ticket.value} of lane {ticket.lane}"
+    if isinstance(command, Pledge):
+        return f"{where}, which the host has not completed)"
+    if held_by is None:
+        return f"{where}, ready or running)"
+    return f"{where}, which waits for command {held_by.value} of lane {held_by.lane})"

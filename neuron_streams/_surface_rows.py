@@ -1,0 +1,250 @@
+"""The rows of `surface`: (name, class, signature of torch, note), in the order of torch's docs.
+
+Taken from torch 2.13: the documentation and `__all__` of a CUDA build, signatures without
+annotations. A file of its own because it is data, and long.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+__all__ = ["ACCELERATOR", "ADDED", "CUDA", "EVENT", "NEURON", "OUTSIDE", "STREAM"]
+
+_Kind: TypeAlias = Literal["match", "modified", "mismatch", "absent", "added"]
+_Rows: TypeAlias = tuple[tuple[str, _Kind, str, str], ...]
+
+_GRAPHS = (
+    "There is no capture: compile the step with neuron_streams.compile(), which is one command."
+)
+_POOLS = "There is no caching allocator to configure; device memory is freed with its last user."
+_MONITOR = "Use neuron-top or neuron-monitor on the machine."
+_CACHED = "Renamed in torch long ago; use {}."
+_RAW = "Use torch.empty(..., device='neuron')."
+_GREEN = "Use NeuronStream(priority=...): the cores of a device cannot be divided."
+_INDEX = "torch sees one device below a Python backend, so it says 0; use {}."
+_BELOW = "A Python backend has no streams below Python, so torch does nothing; use {}."
+
+# fmt: off
+CUDA: _Rows = (
+    ("Stream", "modified", "(device=None, priority=0, **kwargs)",
+     "Never aliased, where torch hands 32 out in turn; also called NeuronStream."),
+    ("ExternalStream", "modified", "(stream_ptr, device=None, **kwargs)",
+     "The handle is that of a runtime lane (`native_handle`), and must be alive."),
+    ("Event", "modified",
+     "(enable_timing=False, blocking=False, interprocess=False, external=False)",
+     "interprocess=True is refused; blocking and external change nothing."),
+    ("StreamContext", "modified", "(stream)",
+     "May be entered again, nested, and by several threads."),
+    ("stream", "match", "(stream)", ""),
+    ("current_stream", "modified", "(device=None)", "Gives the same object each time."),
+    ("default_stream", "modified", "(device=None)", "Gives the same object each time."),
+    ("set_stream", "match", "(stream)", ""),
+    ("get_stream_from_external", "match", "(data_ptr, device=None)", ""),
+    ("synchronize", "modified", "(device=None)",
+     "Raises the failures of the device's commands, each once."),
+    ("current_device", "match", "()", ""),
+    ("device", "match", "(device)", ""),
+    ("device_count", "modified", "()",
+     "Where the CPU plays the device: 2, or NEURON_STREAMS_DEVICE_COUNT."),
+    ("device_of", "match", "(obj)", ""),
+    ("set_device", "match", "(device)", ""),
+    ("can_device_access_peer", "match", "(device, peer_device)", ""),
+    ("get_device_capability", "mismatch", "(device=None)",
+     "(0, 0): NeuronCore versions are no compute capabilities."),
+    ("get_device_name", "match", "(device=None)", ""),
+    ("get_device_properties", "modified", "(device=None)",
+     "name, total_memory and multi_processor_count only."),
+    ("init", "modified", "()", "Takes runtime=, to choose who plays the device."),
+    ("is_available", "modified", "()", "Always True: the CPU plays the device where none is."),
+    ("is_initialized", "match", "()", ""),
+    ("is_bf16_supported", "match", "(including_emulation=True)", ""),
+    ("get_sync_debug_mode", "match", "()", ""),
+    ("set_sync_debug_mode", "match", "(debug_mode)", ""),
+    ("is_current_stream_capturing", "modified", "()", "Always False."),
+    ("manual_seed_all", "mismatch", "(seed)", "There is no device generator to seed."),
+    ("memory_allocated", "modified", "(device=None)", "Counts live buffers, unrounded."),
+    ("max_memory_allocated", "modified", "(device=None)", "Counts live buffers, unrounded."),
+    ("memory_reserved", "modified", "(device=None)", "The same as memory_allocated: no cache."),
+    ("max_memory_reserved", "modified", "(device=None)", "The same as max_memory_allocated."),
+    ("memory_stats", "modified", "(device=None)",
+     "allocation, allocated_bytes and the same as active, reserved and requested; all pools."),
+    ("memory_stats_as_nested_dict", "modified", "(device=None)", "As memory_stats."),
+    ("memory_summary", "modified", "(device=None, abbreviated=False)", "As memory_stats."),
+    ("reset_peak_memory_stats", "match", "(device=None)", ""),
+    ("reset_accumulated_memory_stats", "match", "(device=None)", ""),
+    ("reset_max_memory_allocated", "match", "(device=None)", ""),
+    ("empty_cache", "modified", "()", "Nothing is cached, so nothing is released."),
+    ("mem_get_info", "modified", "(device=None)",
+     "Of the host's memory where the CPU plays the device."),
+    ("host_memory_stats", "modified", "()", "Counts pinned memory: allocation, allocated_bytes."),
+    ("host_memory_stats_as_nested_dict", "modified", "()", "As host_memory_stats."),
+    ("reset_peak_host_memory_stats", "match", "()", ""),
+    ("reset_accumulated_host_memory_stats", "match", "()", ""),
+    ("get_per_process_memory_fraction", "absent", "(device=None)", _POOLS),
+    ("set_per_process_memory_fraction", "absent", "(fraction, device=None)", _POOLS),
+    ("get_allocator_backend", "absent", "()", _POOLS),
+    ("memory_snapshot", "absent", "(mempool_id=None, include_traces=True)",
+     "Use memory_stats(), and testing.EmulatedRuntime's busy_intervals() for what ran."),
+    ("memory_cached", "absent", "(device=None)", _CACHED.format("memory_reserved()")),
+    ("max_memory_cached", "absent", "(device=None)", _CACHED.format("max_memory_reserved()")),
+    ("reset_max_memory_cached", "absent", "(device=None)",
+     _CACHED.format("reset_peak_memory_stats()")),
+    ("caching_allocator_alloc", "absent", "(size, device=None, stream=None)", _RAW),
+    ("caching_allocator_delete", "absent", "(mem_ptr)", "Delete the tensor."),
+    ("caching_allocator_enable", "absent", "(value=True)", _POOLS),
+    ("caching_allocator_disabled", "absent", "()", _POOLS),
+    ("change_current_allocator", "absent", "(allocator)", _POOLS),
+    ("CUDAPluggableAllocator", "absent", "(path_to_so_file, alloc_fn_name, free_fn_name)", _POOLS),
+    ("MemPool", "absent", "(allocator=None, use_on_oom=False, no_split=False)", _POOLS),
+    ("use_mem_pool", "absent", "(pool, device=None)", _POOLS),
+    ("ipc_collect", "absent", "()", "No memory is shared between processes; nothing to collect."),
+    ("CUDAGraph", "absent", "(keep_graph=False)", _GRAPHS),
+    ("graph", "absent",
+     "(cuda_graph, pool=None, stream=None, capture_error_mode='global', "
+     "enable_annotations=False, check_input_liveness=False)",
+     _GRAPHS),
+    ("graphs", "absent", "", _GRAPHS),
+    ("graph_pool_handle", "absent", "()", _GRAPHS),
+    ("make_graphed_callables", "absent",
+     "(callables, sample_args, num_warmup_iters=3, allow_unused_input=False, pool=None)",
+     _GRAPHS),
+    ("GreenContext", "absent", "()", _GREEN),
+    ("cudart", "absent", "()", "There is no CUDA runtime; streams and events cover its use here."),
+    ("cudaStatus", "absent", "()", "Failures are exceptions; there is no status to compare."),
+    ("check_error", "absent", "(res)", "Failures are exceptions; there is no status to check."),
+    ("CudaError", "absent", "(code)", "Catch RuntimeError, or what the command itself raises."),
+    ("DeferredCudaCallError", "absent", "", "Catch RuntimeError: nothing is deferred to init()."),
+    ("AcceleratorError", "absent", "", "Catch RuntimeError, or what the command itself raises."),
+    ("OutOfMemoryError", "absent", "", "Catch MemoryError or RuntimeError: the host runs out."),
+    ("clock_rate", "absent", "(device=None)", _MONITOR),
+    ("device_memory_used", "absent", "(device=None)", "Use mem_get_info()."),
+    ("list_gpu_processes", "absent", "(device=None)", _MONITOR),
+    ("memory_usage", "absent", "(device=None)", "Use mem_get_info()."),
+    ("power_draw", "absent", "(device=None)", _MONITOR),
+    ("temperature", "absent", "(device=None)", _MONITOR),
+    ("utilization", "absent", "(device=None)", _MONITOR),
+    ("memory", "mismatch", "", "Ours is the module of copies; the functions are all up here."),
+    ("streams", "absent", "", "Use neuron_streams.stream and neuron_streams.event."),
+    ("_DeviceGuard", "match", "(index)", ""),
+    ("_exchange_device", "match", "(device)", ""),
+    ("_maybe_exchange_device", "match", "(device)", ""),
+    ("_set_stream_by_id", "match", "(stream_id, device_index, device_type)", ""),
+    ("_sleep", "mismatch", "(cycles)", "Nanoseconds, where torch counts clocks of the GPU."),
+    ("_is_in_bad_fork", "match", "()", ""),
+)
+
+STREAM: _Rows = (
+    ("priority_range", "match", "()", ""),
+    ("priority", "match", "", ""),
+    ("query", "match", "(self)", ""),
+    ("synchronize", "modified", "(self)", "Raises the stream's failures, each once."),
+    ("wait_event", "match", "(self, event)", ""),
+    ("wait_stream", "match", "(self, stream)", ""),
+    ("record_event", "match", "(self, event=None)", ""),
+    ("is_capturing", "modified", "(self)", "Always False."),
+    ("device", "match", "", ""),
+    ("device_index", "match", "", ""),
+    ("device_type", "modified", "", "20, PrivateUse1."),
+    ("stream_id", "match", "", ""),
+    ("native_handle", "modified", "", "A number for `ExternalStream`, no pointer."),
+    ("cuda_stream", "absent", "", "Use native_handle, and get_stream_from_external() to go back."),
+    ("_as_parameter_", "absent", "", "There is no pointer to pass to C; use native_handle."),
+    ("__cuda_stream__", "absent", "(self)", "This is no CUDA stream; use native_handle."),
+    ("__eq__", "modified", "(self, o)", "`!=` and `<` as fixed in torch after 2.13."),
+    ("__hash__", "match", "(self)", ""),
+    ("__enter__", "modified", "(self)", "Safe when threads share the object; see torch.compile."),
+)
+
+EVENT: _Rows = (
+    ("record", "match", "(self, stream=None)", ""),
+    ("wait", "match", "(self, stream=None)", ""),
+    ("query", "match", "(self)", ""),
+    ("synchronize", "modified", "(self)",
+     "Raises failures before the record, once; always sleeps, as with blocking=True."),
+    ("elapsed_time", "match", "(self, end_event)", ""),
+    ("device", "match", "", ""),
+    ("event_id", "match", "", ""),
+    ("cuda_event", "absent", "", "There is no pointer; an event is the place of a command."),
+    ("_as_parameter_", "absent", "", "There is no pointer to pass to C."),
+    ("ipc_handle", "absent", "(self)",
+     "Synchronize the event, then send the data with torch.multiprocessing."),
+    ("from_ipc_handle", "absent", "(device, handle)",
+     "Synchronize the event, then send the data with torch.multiprocessing."),
+)
+
+ACCELERATOR: _Rows = (
+    ("current_accelerator", "match", "(check_available=False)", ""),
+    ("is_available", "match", "()", ""),
+    ("device_count", "match", "()", ""),
+    ("current_device_index", "mismatch", "()", _INDEX.format("neuron_streams.current_device()")),
+    ("current_device_idx", "mismatch", "()", _INDEX.format("neuron_streams.current_device()")),
+    ("set_device_index", "mismatch", "(device, /)", _INDEX.format("neuron_streams.set_device()")),
+    ("set_device_idx", "mismatch", "(device, /)", _INDEX.format("neuron_streams.set_device()")),
+    ("device_index", "mismatch", "(device, /)", _INDEX.format("neuron_streams.device()")),
+    ("get_device_capability", "absent", "(device=None, /)",
+     "torch raises; use neuron_streams.get_device_properties()."),
+    ("current_stream", "mismatch", "(device=None, /)",
+     _BELOW.format("neuron_streams.current_stream()")),
+    ("set_stream", "mismatch", "(stream)", _BELOW.format("neuron_streams.set_stream()")),
+    ("synchronize", "absent", "(device=None, /)",
+     "torch raises; use neuron_streams.synchronize()."),
+    ("empty_cache", "absent", "()", "torch raises; use neuron_streams.empty_cache()."),
+    ("empty_host_cache", "absent", "()", "torch 2.13 crashes; nothing is cached, so leave it out."),
+    ("get_memory_info", "absent", "(device_index=None, /)",
+     "torch raises; use neuron_streams.mem_get_info()."),
+    ("max_memory_allocated", "absent", "(device_index=None, /)",
+     "torch raises; use the function of that name here."),
+    ("max_memory_reserved", "absent", "(device_index=None, /)",
+     "torch raises; use the function of that name here."),
+    ("memory_allocated", "absent", "(device_index=None, /)",
+     "torch raises; use the function of that name here."),
+    ("memory_reserved", "absent", "(device_index=None, /)",
+     "torch raises; use the function of that name here."),
+    ("memory_stats", "absent", "(device_index=None, /)",
+     "torch raises; use the function of that name here."),
+    ("reset_accumulated_memory_stats", "absent", "(device_index=None, /)",
+     "torch raises; use the function of that name here."),
+    ("reset_peak_memory_stats", "absent", "(device_index=None, /)",
+     "torch raises; use the function of that name here."),
+    ("Graph", "absent", "(keep_graph=False, *, pool=None, capture_error_mode='default')",
+     "torch raises. " + _GRAPHS),
+)
+
+# What the native module is known to have; the modules of neuron_streams are spelled the same.
+NEURON: _Rows = (
+    ("Stream", "match", "", ""),
+    ("Event", "modified", "", "elapsed_time from completion, where the native one takes record()."),
+    ("stream", "match", "", ""),
+    ("current_stream", "match", "", ""),
+    ("default_stream", "match", "", ""),
+    ("set_stream", "match", "", ""),
+    ("synchronize", "match", "", ""),
+    ("wait_stream", "absent", "", "Use Stream.wait_stream()."),
+    ("wait_event", "absent", "", "Use Stream.wait_event()."),
+    ("record_event", "absent", "", "Use Stream.record_event()."),
+    ("query", "absent", "", "Use Stream.query()."),
+)
+
+ADDED: _Rows = (
+    ("compile", "added", "", "The NEFF, and its stand-in on a CPU."),
+    ("Executable", "added", "", "What compile() returns."),
+    ("NeuronTensor", "added", "", "A device tensor."),
+    ("NeuronStream", "added", "", "The class called Stream."),
+    ("UnsupportedError", "added", "", "What is not there, as an exception."),
+    ("testing", "added", "", "Gate, and runtimes to step by hand."),
+    ("decode", "added", "", "The decode loop."),
+)
+
+# fmt: on
+# Names of torch.cuda that concern neither streams nor events, devices, memory or graphs.
+OUTSIDE = frozenset(
+    """
+    amp current_blas_handle current_solver_handle default_generators get_arch_list
+    get_gencode_flags get_rng_state get_rng_state_all has_half has_magma initial_seed
+    is_tf32_supported jiterator manual_seed nccl nvtx profiler random seed seed_all
+    set_rng_state set_rng_state_all sparse tunable BFloat16Storage BFloat16Tensor BoolStorage
+    BoolTensor ByteStorage ByteTensor CharStorage CharTensor ComplexDoubleStorage
+    ComplexFloatStorage DoubleStorage DoubleTensor FloatStorage FloatTensor HalfStorage
+    HalfTensor IntStorage IntTensor LongStorage LongTensor ShortStorage ShortTensor
+    """.split()  # noqa: SIM905
+)

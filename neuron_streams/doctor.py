@@ -1,0 +1,137 @@
+"""`neuron-streams doctor`: what is in use here, why, and what to change.
+
+A file of its own since it asks every other part and none asks it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from neuron_streams._runtime import process, toolchain
+from neuron_streams.device import get_device_name, init, is_initialized
+
+__all__ = ["Report", "examine"]
+
+PACKAGES = ("torch", "torch-neuronx", "neuronx-cc", "transformers", "safetensors")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything `doctor` says; `advice` is what to change, empty when all is well."""
+
+    runtime: str
+    why: str
+    devices: list[str]
+    implicit_waits: bool
+    versions: dict[str, str | None]
+    cxx_compiler: str | None
+    c_compiler: str | None
+    cache_folder: str
+    cache_bytes: int
+    native_streams: bool
+    threads: int
+    advice: list[str]
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        found = {name: version or "not installed" for name, version in self.versions.items()}
+        lines = [
+            f"runtime         {self.runtime}: {self.why}",
+            f"devices         {len(self.devices)}: {', '.join(self.devices)}",
+            f"implicit waits  {'on' if self.implicit_waits else 'off'}",
+            *(f"{name:15} {version}" for name, version in found.items()),
+            f"C++ compiler    {self.cxx_compiler or 'none'}",
+            f"C compiler      {self.c_compiler or 'none'}",
+            f"cache           {self.cache_folder} ({self.cache_bytes / 1e6:.1f} MB)",
+            f"native streams  {'torch.neuron is there' if self.native_streams else 'no'}",
+            f"threads         {self.threads} per kernel",
+        ]
+        advice = self.advice or ["nothing to change"]
+        return "\n".join([*lines, "", *(f"* {line}" for line in advice)])
+
+
+def examine() -> Report:
+    """Look at this machine. Starts the runtime. Host: waits for it and for a look at the disk."""
+    native = has_native_streams()
+    cxx, cc, cache = toolchain.cxx_compiler(), toolchain.c_compiler(), toolchain.cache_folder()
+    init()
+    runtime = process.runtime()
+    return Report(
+        runtime=runtime.name,
+        why=process.why(),
+        devices=[f"neuron:{i} {get_device_name(i)}" for i in range(runtime.device_count())],
+        implicit_waits=os.environ.get("NEURON_STREAMS_IMPLICIT_WAITS", "1") != "0",
+        versions=_versions(),
+        cxx_compiler=cxx,
+        c_compiler=cc,
+        cache_folder=str(cache),
+        cache_bytes=_size_of(cache),
+        native_streams=native,
+        threads=torch.get_num_threads(),
+        advice=list(_advice(native, cxx, cc, cache)),
+    )
+
+
+def has_native_streams() -> bool:
+    """Whether native Neuron streams are in this process: two streams of torch.neuron that differ.
+
+    Every stub fails this without raising: its streams all have the id 0.
+    """
+    if is_initialized() or not hasattr(torch, "neuron"):
+        return False
+    try:
+        first, second = torch.Stream("neuron"), torch.Stream("neuron")
+    except RuntimeError:
+        return False
+    return first.stream_id != second.stream_id
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("neuron-streams", *PACKAGES):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def _size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _advice(native: bool, cxx: str | None, cc: str | None, cache: Path) -> list[str]:
+    advice = []
+    if native:
+        advice.append(
+            "Native streams are here: replace `neuron_streams` by `torch.neuron` and uninstall this"
+        )
+    if cxx is None:
+        advice.append(
+            "Install g++ (or set CXX): without a C++ compiler executables run as exported programs,"
+            " with the same results, slower and holding the GIL"
+        )
+    elif cc is None:
+        advice.append("Install cc: without a C compiler a chain of libraries is driven from Python")
+    if Path("/dev/neuron0").exists():
+        advice.append("There is a Neuron device, which this version does not drive yet")
+    if not os.access(cache if cache.exists() else _nearest(cache), os.W_OK):
+        advice.append(f"Set NEURON_STREAMS_CACHE to a folder that can be written, not {cache}")
+    if torch.get_num_threads() > 1 and "OMP_NUM_THREADS" not in os.environ:
+        advice.append(
+            "OMP_NUM_THREADS=1 makes steps of small models steadier: device workers and the host"
+            " then do not compete for cores"
+        )
+    return advice
+
+
+def _nearest(path: Path) -> Path:
+    return next(parent for parent in path.parents if parent.exists())

@@ -1,0 +1,135 @@
+"""Every name of torch.cuda has a row, and a row says the truth."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import neuron_streams
+from neuron_streams import surface
+from neuron_streams.errors import AbsentError, UnsupportedError
+
+OURS = {
+    "torch.cuda": neuron_streams,
+    "torch.cuda.Stream": neuron_streams.Stream,
+    "torch.cuda.Event": neuron_streams.Event,
+    "torch.neuron": neuron_streams,
+    "neuron_streams": neuron_streams,
+}
+THEIRS = {
+    "torch.cuda": torch.cuda,
+    "torch.cuda.Stream": torch.cuda.Stream,
+    "torch.cuda.Event": torch.cuda.Event,
+    "torch.accelerator": torch.accelerator,
+}
+IS_2_13 = torch.__version__.startswith("2.13.")
+ROWS = list(surface.rows())
+
+
+def signature(value):
+    """The parameters and their defaults; None where there is nothing to be seen."""
+    try:
+        found = inspect.signature(value)
+    except (TypeError, ValueError):
+        return None
+    plain = [p.replace(annotation=inspect.Parameter.empty) for p in found.parameters.values()]
+    return str(inspect.Signature(plain))
+
+
+def by_name(row):
+    return row.full_name
+
+
+def test_names_are_unique_and_classes_known():
+    assert len({row.full_name for row in ROWS}) == len(ROWS)
+    assert {row.kind for row in ROWS} == {"match", "modified", "mismatch", "absent", "added"}
+
+
+def test_every_public_name_of_torch_cuda_has_a_row():
+    known = {row.name for row in surface.rows("torch.cuda")} | surface.OUTSIDE
+    assert set(torch.cuda.__all__) - known == set()
+
+
+def test_every_public_name_of_torch_accelerator_has_a_row():
+    known = {row.name for row in surface.rows("torch.accelerator")}
+    assert set(torch.accelerator.__all__) - known == set()
+
+
+@pytest.mark.parametrize(
+    ("space", "bases"),
+    [
+        ("torch.cuda.Stream", (torch.cuda.Stream, torch.Stream)),
+        ("torch.cuda.Event", (torch.cuda.Event, torch.Event)),
+    ],
+)
+def test_every_public_method_has_a_row(space, bases):
+    known = {row.name for row in surface.rows(space)}
+    public = {name for base in bases for name in dir(base) if not name.startswith("_")}
+    assert public - known == set()
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r.kind in ("match", "modified")], ids=by_name)
+def test_what_matches_has_the_signature_of_torch(row):
+    if row.space == "torch.accelerator":
+        pytest.skip("torch's own functions")
+    ours = inspect.getattr_static(OURS[row.space], row.name, None)
+    assert hasattr(OURS[row.space], row.name)
+    if row.signature and row.kind == "match" and not inspect.isclass(ours):
+        assert signature(getattr(OURS[row.space], row.name)) in (row.signature, None)
+    elif row.signature and row.kind == "match":
+        assert signature(ours) == row.signature
+
+
+@pytest.mark.skipif(not IS_2_13, reason="the rows are those of torch 2.13")
+@pytest.mark.parametrize("row", [r for r in ROWS if r.space in THEIRS], ids=by_name)
+def test_the_stored_signature_is_that_of_torch(row):
+    theirs = getattr(THEIRS[row.space], row.name, None)
+    if theirs is None or row.name.startswith("_") or not row.signature:
+        pytest.skip("torch's CPU build lacks it")
+    found = signature(theirs)
+    if found is not None:
+        assert found == row.signature
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r.kind == "absent"], ids=by_name)
+def test_what_is_absent_says_what_to_use(row):
+    assert row.note.endswith(".")
+    if row.space == "torch.accelerator":
+        pytest.skip("torch's own functions")
+    holder = OURS[row.space]
+    assert not hasattr(holder, row.name)
+    with pytest.raises(AbsentError, match=rf"{row.name}: absent\. ") as caught:
+        getattr(holder, row.name)
+    assert row.note in str(caught.value) or row.space == "torch.neuron"
+    assert isinstance(caught.value, UnsupportedError)
+
+
+def test_absent_methods_raise_on_objects():
+    with pytest.raises(AbsentError, match=r"^neuron_streams\.Stream\.cuda_stream: absent"):
+        _ = neuron_streams.Stream().cuda_stream
+    with pytest.raises(AbsentError, match="torch.multiprocessing"):
+        neuron_streams.Event().ipc_handle()
+    assert not hasattr(neuron_streams.Event, "from_ipc_handle")
+
+
+def test_a_name_that_nobody_has_is_a_plain_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'") as caught:
+        _ = neuron_streams.nonsense
+    assert not isinstance(caught.value, UnsupportedError)
+
+
+def test_what_torch_accelerator_cannot_do_it_says_itself():
+    neuron_streams.init()
+    for row in surface.rows("torch.accelerator"):
+        if row.kind == "absent" and row.name != "empty_host_cache":
+            with pytest.raises((RuntimeError, NotImplementedError, AssertionError)):
+                getattr(torch.accelerator, row.name)()
+
+
+def test_the_table_shows_every_row():
+    table = surface.markdown()
+    for row in ROWS:
+        assert f"`{row.name}" in table
+    assert surface.markdown("torch.neuron").count("\n") == len(surface.SPACES["torch.neuron"]) + 1
