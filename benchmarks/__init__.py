@@ -1,0 +1,1 @@
+"""Budgets as numbers, each beside a peer in the same run: `python -m benchmarks [NAME...]`."""

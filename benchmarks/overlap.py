@@ -1,0 +1,300 @@
+"""How much host work the asynchronous loop hides behind the device.
+
+A toy model with a set device time and a set host time per step, then SmolLM2. Device time is a
+compiled executable at work, host time a Python loop that holds the GIL, and device idle comes from
+the runtime's own timestamps. Overlap efficiency is (sync - async) / (sync - device alone), each the
+median time from one step's start to the next; the three take turns, and the median turn counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import neuron_streams
+from benchmarks.report import Row, percentile, spin, timed
+from neuron_streams._runtime import process
+from neuron_streams._runtime.port import Unit
+from neuron_streams.decode import DecodeLoop, SamplingParams
+from neuron_streams.decode.model import SamplingTensors
+
+DEVICE_MS, HOST_MS = 5.0, 2.0
+ROUNDS, STEPS, WARM = 5, 60, 10
+SIZE = 256
+
+
+class ToyModel:
+    """A model whose step keeps the device busy for about `DEVICE_MS` and the host for `HOST_MS`."""
+
+    max_length, num_slots, vocab_size, prefill_batch = 4096, 5, 50_000, 4
+    batch_buckets, prompt_buckets = (4,), (8,)
+    eos_token_ids: frozenset[int] = frozenset()
+    on_device_sampling = True
+
+    def __init__(self, device_ms: float, host_ms: float) -> None:
+        self.device = torch.device("cpu")
+        self.host_ms = host_ms
+        self.weight = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0)) / 16
+        layers = max(1, round(device_ms / self._layer_ms()))
+        ids = torch.zeros(4, dtype=torch.int32)
+        self.weight_there = self.weight.to("neuron")
+        self.busy = neuron_streams.compile(
+            _burn(layers), (ids, ids, ids, self.weight), name="toy step"
+        )
+
+    def _layer_ms(self) -> float:
+        few, many = (
+            neuron_streams.compile(
+                _burn(n), (*[torch.zeros(4, dtype=torch.int32)] * 3, self.weight), name=f"toy {n}"
+            )
+            for n in (2, 10)
+        )
+        ids, there = torch.zeros(4, dtype=torch.int32), self.weight.to("neuron")
+
+        def run(exe: Callable[..., torch.Tensor]) -> float:
+            exe(ids, ids, ids, there).cpu()
+            return timed(lambda: exe(ids, ids, ids, there).cpu(), 9)
+
+        return max(1e-3, (run(many) - run(few)) / 8 * 1e3)
+
+    def step(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.busy(ids, positions, slots, self.weight_there)
+        return output
+
+    def prefill(
+        self,
+        input_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        sampling: SamplingTensors,
+    ) -> torch.Tensor:
+        return self.step(input_ids[:, 0].contiguous(), lengths, slots)
+
+    def decode(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        spin(self.host_ms / 1e3)
+        return self.step(input_ids, positions, slots)
+
+    def remap(self, future: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the toy batch never changes its order")
+
+
+def _burn(layers: int) -> Callable[..., torch.Tensor]:
+    def step(
+        ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        x = ids.to(torch.float32).sum() * 1e-9 + weight
+        for _ in range(layers):
+            x = x @ weight
+        nothing = (x[0, 0] * 0).to(torch.int32)
+        return (ids * 7 + positions + slots + nothing) % 1000
+
+    return step
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: milliseconds from step to step, device idle between steps in µs, async share."""
+
+    step_ms: float
+    idle_us: list[float]
+    async_share: float = 1.0
+    tokens_per_second: float = 0.0
+
+
+def measure(drive: Callable[[], tuple[float, float]], steps: int) -> Run:
+    """Run `drive`, which returns (async share, tokens/s); look at the device's last steps."""
+    share, rate = drive()
+    neuron_streams.synchronize()
+    ran = [x for x in process.runtime().busy_intervals() if x[1] is Unit.COMPUTE][-steps:]
+    starts = [start for _, _, start, _, _ in ran]
+    gaps = [(b[2] - a[3]) * 1e6 for a, b in itertools.pairwise(ran)]
+    periods = [b - a for a, b in itertools.pairwise(starts)]
+    return Run(statistics.median(periods) * 1e3, gaps, share, rate)
+
+
+def by_loop(
+    model: Any, prompts: Sequence[Sequence[int]], steps: int, asynchronous: bool
+) -> Callable[[], tuple[float, float]]:
+    """Generate `steps` tokens for each prompt; the async share is that of decode steps."""
+
+    def drive() -> tuple[float, float]:
+        params = SamplingParams(max_tokens=steps, ignore_eos=True)
+        with DecodeLoop(model, async_scheduling=asynchronous) as loop:
+            start = time.perf_counter()
+            for _ in loop.generate(prompts, params):
+                pass
+            seconds = time.perf_counter() - start
+            stats = loop.stats
+            decodes = stats.async_steps + stats.sync_fallback_steps
+            decodes -= stats.fallback_reasons["prefill"]
+            return stats.async_steps / max(1, decodes), len(prompts) * steps / seconds
+
+    return drive
+
+
+def alone(step: Callable[[torch.Tensor], torch.Tensor], rows: int, steps: int) -> Any:
+    """The device with nothing to wait for: `steps` executions queued one behind the other."""
+
+    def drive() -> tuple[float, float]:
+        future = step(torch.zeros(rows, dtype=torch.int32))
+        for _ in range(steps - 1):
+            future = step(future)
+        future.cpu()
+        return 1.0, 0.0
+
+    return drive
+
+
+def compare(
+    label: str, model: Any, prompts: Sequence[Sequence[int]], steps: int, rounds: int
+) -> Iterator[Row]:
+    rows = model.batch_buckets[0]
+    numbers = [torch.full((rows,), n, dtype=torch.int32) for n in (16, 0)]
+    runs: dict[str, list[Run]] = {"device": [], "sync": [], "async": []}
+    still = getattr(model, "step", model.decode)
+    drives = {
+        "device": alone(lambda ids: still(ids, *numbers), rows, steps),
+        "sync": by_loop(model, prompts, steps, asynchronous=False),
+        "async": by_loop(model, prompts, steps, asynchronous=True),
+    }
+    for _ in tqdm(range(rounds), desc=label, leave=False):
+        for name, drive in drives.items():
+            runs[name].append(measure(drive, steps - WARM))
+    yield from rows_of(label, runs)
+
+
+def rows_of(label: str, runs: dict[str, list[Run]]) -> Iterator[Row]:
+    def median(values: Sequence[float]) -> float:
+        return statistics.median(values)
+
+    turns = list(zip(runs["device"], runs["sync"], runs["async"], strict=True))
+    for name, found in runs.items():
+        yield Row(f"{label}: {name}, one step", median([run.step_ms for run in found]), "ms")
+    efficiency = [(s.step_ms - a.step_ms) / max(1e-9, s.step_ms - d.step_ms) for d, s, a in turns]
+    ratio = median([a.step_ms / d.step_ms for d, _, a in turns])
+    toy = label == "toy"
+    worth = median(efficiency)
+    yield Row(
+        f"{label}: overlap efficiency", worth, "", *((">= 0.95", worth >= 0.95) if toy else ())
+    )
+    yield Row(f"{label}: async step / device alone", ratio, "", "<= 1.05", ratio <= 1.05)
+    yield Row(
+        f"{label}: async share of decode steps", median([a.async_share for _, _, a in turns]), ""
+    )
+    for name in ("sync", "async"):
+        idle = [gap for run in runs[name] for gap in run.idle_us]
+        yield Row(
+            f"{label}: device idle between steps, {name}, median", percentile(idle, 0.5), "us"
+        )
+        yield Row(f"{label}: device idle between steps, {name}, p99", percentile(idle, 0.99), "us")
+
+
+def gil_share() -> Iterator[Row]:
+    """How much of its solo speed a Python thread keeps while an executable runs beside it."""
+    weight = torch.randn(SIZE, SIZE)
+    busy = neuron_streams.compile(
+        _burn(200), (*[torch.zeros(4, dtype=torch.int32)] * 3, weight), name="toy 200"
+    )
+    ids, there = torch.zeros(4, dtype=torch.int32), weight.to("neuron")
+
+    def beside() -> tuple[int, float]:
+        start = time.perf_counter()
+        done = busy(ids, ids, ids, there)
+        writer = done._view.buffer.writer
+        runtime, count = process.runtime(), 0
+        while runtime.completed(writer.lane) < writer.value:
+            count += spin(0.002)
+        return count, time.perf_counter() - start
+
+    beside()
+    shares = []
+    for _ in range(5):
+        count, seconds = beside()
+        shares.append(count / max(1, spin(seconds)))
+    share = statistics.median(shares)
+    yield Row(
+        "iterations of another Python thread beside an executable",
+        share,
+        "of solo",
+        ">= 0.9",
+        share >= 0.9,
+    )
+
+
+def language_model(tokens: int = 64) -> Iterator[Row]:
+    """SmolLM2-135M at batch 1 and 8: overlap, tokens/s, and transformers' `generate` beside it."""
+    from models.loader import load
+    from models.smollm2 import smollm2
+    from models.tokenizer import Tokenizer
+
+    folder = smollm2()
+    prompt = Tokenizer.load(folder).encode_chat("Tell me a long story about the sea.")
+    for batch in (1, 8):
+        label = f"SmolLM2 batch {batch}"
+        model = load(
+            folder,
+            max_length=512,
+            num_slots=batch + 1,
+            batch_buckets=(batch,),
+            prompt_buckets=(64,),
+        )
+        model.warm_up()
+        yield from compare(label, model, [prompt] * batch, tokens, rounds=3)
+        peer, ours = [], []
+        generate = transformers_generate(folder, prompt, batch, tokens)
+        loop = by_loop(model, [prompt] * batch, tokens, asynchronous=True)
+        for _ in range(3):
+            peer.append(batch * tokens / timed(generate, 1))
+            ours.append(loop()[1])
+        rate, beside = statistics.median(ours), statistics.median(peer)
+        yield Row(
+            f"{label}: prefill and {tokens} tokens each",
+            rate,
+            "tokens/s",
+            ">= peer",
+            rate >= beside,
+            f"transformers generate {beside:.1f}",
+        )
+
+
+def transformers_generate(
+    folder: Path, prompt: Sequence[int], batch: int, tokens: int
+) -> Callable[[], object]:
+    """The peer, warm: same weights, dtype, prompts and threads; static cache."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([list(prompt)] * batch)
+
+    def generate() -> object:
+        return model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            cache_implementation="static",
+        )
+
+    generate()
+    return generate
+
+
+def run() -> list[Row]:
+    """All rows. Takes a minute or two, most of it the language model."""
+    rows = list(gil_share())
+    rows += compare("toy", ToyModel(DEVICE_MS, HOST_MS), [[1, 2, 3]] * 4, STEPS, ROUNDS)
+    if os.environ.get("NEURON_STREAMS_BENCHMARK_MODEL", "1") != "0":
+        rows += language_model()
+    return rows

@@ -1,0 +1,1 @@
+"""Short scripts that run on a CPU; the README shows them."""

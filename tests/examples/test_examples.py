@@ -1,0 +1,83 @@
+"""The examples as a user runs them, and the README's own code."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command, timeout=110, code=0, **env):
+    import os
+
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_two_streams():
+    assert "4 products as on the host" in run("examples/two_streams.py").stdout
+
+
+def test_double_buffer():
+    said = run("examples/double_buffer.py").stdout
+    assert "sequential" in said
+    assert "the same results" in said
+
+
+def test_decode_loop_chains_remaps_and_synchronizes():
+    said = run("examples/decode_loop.py").stdout
+    steps = re.search("steps: (.*)", said)[1].split(", ")
+    assert steps == [
+        *["synchronized", "chained", "chained", "chained"],
+        *["remapped", "chained", "chained"],
+        *["synchronized", "chained", "chained", "chained"],
+    ]
+    assert "tokens as in a plain loop" in said
+
+
+@pytest.mark.gpu
+def test_decode_loop_on_a_gpu():
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU here")
+    said = run("examples/decode_loop.py", "--streams", "torch.cuda").stdout
+    assert "tokens as in a plain loop" in said
+
+
+def test_the_generic_loop_fits_on_a_page():
+    assert len((ROOT / "examples/decode_loop.py").read_text().splitlines()) <= 100
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("block", range(len(blocks("python"))))
+def test_the_code_in_the_readme_runs(block):
+    assert "tensor([0., 2., 4., 6.])" in run("-W", "error", "-c", blocks("python")[block]).stdout
+
+
+def test_every_example_is_in_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    for path in (ROOT / "examples").glob("*.py"):
+        if path.name != "__init__.py":
+            assert f"examples/{path.name}" in readme
+
+
+def test_the_command_line_answers():
+    assert json.loads(run("-m", "neuron_streams", "doctor", "--json").stdout)["runtime"]
