@@ -62,6 +62,7 @@ def compile(  # noqa: A001  (torch spells it so)
     """
     from neuron_streams._compiler.build import build  # not at import: it loads half of torch
 
+    context()  # the first use of anything makes "neuron" a device
     name = name or getattr(function, "__name__", type(function).__name__).lower()
     return Executable(*build(function, example_inputs, tuple(mutates), name, target))
 
