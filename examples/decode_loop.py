@@ -74,7 +74,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", default="neuron_streams", help="or torch.cuda")
     streams = importlib.import_module(parser.parse_args(argv).streams)
-    device, compiler = "cuda", lambda fn, examples, **_: fn
+    device: str = "cuda"
+    compiler: Any = lambda fn, examples, **_: fn  # noqa: E731
     if streams.__name__ == "neuron_streams":
         device, compiler = "neuron", streams.compile
     rows = torch.zeros(4, dtype=torch.int64)

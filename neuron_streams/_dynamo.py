@@ -72,14 +72,9 @@ def _warn_once() -> None:
 
 
 def _break_graph() -> None:
-    from torch._dynamo.exc import unimplemented
+    from torch._dynamo.exc import Unsupported
 
-    unimplemented(
-        gb_type="neuron_streams stream as a context manager",
-        context="with s:",
-        explanation="Entering a neuron_streams stream is no graph operation.",
-        hints=["Write `with neuron_streams.stream(s):`."],
-    )
+    raise Unsupported("entering a neuron_streams stream is no graph operation")
 
 
 class _Finder(importlib.abc.MetaPathFinder):

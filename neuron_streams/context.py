@@ -3,6 +3,10 @@
 The current device and the current streams belong to a thread. They live in a `Context` that is
 bound to the runtime of the process, so that tests can put another runtime in its place. A file of
 its own because streams, devices and memory all stand on it.
+
+Two switches of the environment are read when a context begins: NEURON_LAUNCH_BLOCKING=1 has every
+submission wait, and raise what fails, where it is made; NEURON_STREAMS_TRACE_SUBMISSIONS=1 puts the
+place of submission into the message of a failure. TORCH_LOGS="+neuron_streams" logs submissions.
 """
 
 from __future__ import annotations

@@ -161,10 +161,12 @@ def synchronize(device: DeviceLike = None) -> None:
             state.flush()
     runtime = found.runtime
     told = found.told.setdefault(index, {})
-    failures: list[Failure] = []
-    for lane in runtime.lanes(index):
-        last = Ticket(lane, runtime.submitted(lane))
+    newest = [Ticket(lane, runtime.submitted(lane)) for lane in runtime.lanes(index)]
+    for last in newest:
         runtime.wait(last)
+    failures: list[Failure] = []
+    for last in newest:
+        lane = last.lane
         failures += runtime.failures(last, told.get(lane, 0))
         told[lane] = last.value
         alive = found.states.get(lane)

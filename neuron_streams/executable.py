@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch.utils import _pytree as pytree
@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from neuron_streams._compiler import archive
 from neuron_streams._compiler.signature import Signature, TensorSpec, describe
-from neuron_streams._runtime.port import Execute, Handle, Payload, Runtime, View
+from neuron_streams._runtime.port import Buffer, Execute, Handle, Payload, Runtime, View
 from neuron_streams.context import context
 from neuron_streams.stream import current_stream
 from neuron_streams.tensor import NeuronTensor
@@ -150,6 +150,8 @@ class Executable:
         ]
         buffers = tuple([view.buffer for view in results])
         inputs = tuple(views)
+        if self._mutated and len({id(view.buffer) for view in inputs}) < len(inputs):
+            self._check_apart(inputs)
         command = Execute(handle, inputs, buffers, self._mutated, name=self._signature.name)
         written = [inputs[n].buffer for n in self._mutated]
         stream._submit(command, [view.buffer for view in inputs], [*buffers, *written])
@@ -162,6 +164,9 @@ class Executable:
 
     def _view_of(self, number: int, tensor: object, device: int) -> View:
         """The view of an input that is no device tensor of exactly the expected form."""
+        dtype, size, stride = self._expected[number]
+        if number not in self._mutated and _is_on_host(tensor, dtype, size):
+            return View(_fresh(tensor, device), dtype, size, stride)
         spec = self._signature.inputs[number]
         where = f"{self.name}: input {spec.name!r}"
         if not isinstance(tensor, torch.Tensor):
@@ -173,14 +178,22 @@ class Executable:
             )
         if isinstance(tensor, NeuronTensor):
             return _placed(where, tensor, device)
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             raise ValueError(f"{where} is on {tensor.device}. Copy it to neuron:{device} first.")
-        if spec.name in self.mutates:
-            raise ValueError(
-                f"{where} is updated in place, so it must be on the device, and it is a host "
-                f'tensor. Give it {spec.name}.to("neuron:{device}"), and keep that.'
-            )
-        return _fresh(tensor, spec, device)
+        raise ValueError(
+            f"{where} is updated in place, so it must be on the device, and it is a host "
+            f'tensor. Give it {spec.name}.to("neuron:{device}"), and keep that.'
+        )
+
+    def _check_apart(self, views: Sequence[View]) -> None:
+        for n in self._mutated:
+            for m, view in enumerate(views):
+                if m != n and _share(view, views[n]):
+                    names = [self.inputs[place].name for place in sorted((m, n))]
+                    raise ValueError(
+                        f"{self.name}: inputs {names} share memory, and {self.inputs[n].name!r} is "
+                        "updated in place. Give it a tensor of its own."
+                    )
 
     def _wrong_count(self, given: int) -> TypeError:
         expected = ", ".join(map(str, self.inputs))
@@ -209,12 +222,26 @@ class Executable:
         return f"<Executable {self.name}({inputs}) -> ({outputs}){mutates}, target={self.target!r}>"
 
 
-def _fresh(tensor: torch.Tensor, spec: TensorSpec, device: int) -> View:
-    """A host tensor's contents in a buffer that no command has named yet."""
-    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+def _is_on_host(
+    tensor: object, dtype: torch.dtype, size: tuple[int, ...]
+) -> TypeGuard[torch.Tensor]:
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    return tensor.dtype == dtype and tensor.shape == size and tensor.is_cpu
+
+
+def _fresh(tensor: torch.Tensor, device: int) -> Buffer:
+    """A buffer that no command has named yet, with the contents of a host tensor."""
+    copy = tensor.clone(memory_format=torch.contiguous_format)
     buffer = context().runtime.allocate(device, copy.nbytes)
     buffer.storage = copy.untyped_storage()
-    return View(buffer, spec.dtype, spec.shape, spec.stride)
+    return buffer
+
+
+def _share(one: View, other: View) -> bool:
+    starts = [view.offset * view.dtype.itemsize for view in (one, other)]
+    apart = starts[0] >= starts[1] + other.nbytes or starts[1] >= starts[0] + one.nbytes
+    return one.buffer is other.buffer and not apart
 
 
 def _placed(where: str, tensor: NeuronTensor, device: int) -> View:

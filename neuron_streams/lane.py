@@ -112,7 +112,9 @@ class StreamState:
 
     def _watch(self, command: Command, ticket: Ticket, after: list[Ticket]) -> None:
         if self.context.logging:
-            log.debug("submit %s to neuron:%d as %s, after %s", command, self.device, ticket, after)
+            kind = type(command).__name__
+            what = f"{kind} {command.name!r} to neuron:{self.device}"
+            log.debug("submit %s as %s, after %s", what, ticket, after)
         if self.context.blocking:
             self.context.runtime.wait(ticket)
             raise_first(self.failures(ticket))
@@ -138,10 +140,14 @@ class StreamState:
         if lane == self.lane or self.context.runtime.completed(lane) >= value:
             return
         waits = self.waits
-        if waits[-1:] != [ticket]:
-            waits.append(ticket)
-            if len(waits) > MOST_WAITS:
-                self.flush()
+        try:
+            if waits[-1] is ticket:
+                return
+        except IndexError:
+            pass  # another thread may cut them off at any time
+        waits.append(ticket)
+        if len(waits) > MOST_WAITS:
+            self.flush()
 
     def done(self) -> bool:
         """Whether all submitted so far has completed."""

@@ -1,11 +1,11 @@
 """Streams: in-order lists of commands on a device, spelled as in torch.cuda.
 
-A stream is a view of a lane; all stream objects of one lane share a `StreamState`. See
-`external` for ids and handles.
+A stream is a view of a lane, whose objects share a `StreamState`. `external` has ids and handles.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -19,8 +19,6 @@ from neuron_streams.device import check_sync
 from neuron_streams.lane import StreamState, weakly
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from neuron_streams.event import Event
 
 __all__ = [

@@ -162,7 +162,8 @@ def _to_copy(
 
 
 def _local_scalar_dense(source: NeuronTensor) -> bool | int | float | complex:
-    value: bool | int | float | complex = source.cpu().item()
+    # Below autograd `source.cpu()` would come back as aten.to.
+    value: bool | int | float | complex = _to_copy(source, device=torch.device("cpu")).item()
     return value
 
 

@@ -1,10 +1,10 @@
 """The emulated runtime: a CPU plays the device.
 
 Two kinds of workers play it, alike but for one thing: those in C (`native.py`) start the next
-command whatever Python is doing, those in Python (below) when the GIL is free. What both do: each
-device has a few workers, started when work needs them; one that finishes a command goes on with
-what is ready (a wake-up costs the waker some 20 µs and arrives some 60 µs later) and wakes another
-only for work that it cannot take itself. Compiled steps run without the GIL.
+command whatever Python is doing, those in Python (`python.py`) when the GIL is free. What both do:
+each device has a few workers, started when work needs them; one that finishes a command goes on
+with what is ready (a wake-up costs the waker some 20 µs and arrives some 60 µs later) and wakes
+another only for work that it cannot take itself.
 """
 
 from __future__ import annotations
@@ -12,22 +12,32 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import sys
 import threading
-import time
-from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from typing_extensions import Self
+from neuron_streams._runtime.ledger import Ledger
+from neuron_streams._runtime.port import (
+    Buffer,
+    Command,
+    Failure,
+    Handle,
+    Payload,
+    Runtime,
+    Ticket,
+    Unit,
+)
+from neuron_streams._runtime.python import PythonWorkers
 
-from neuron_streams._runtime.cpu import run
-from neuron_streams._runtime.lanes import Entry, Lanes
-from neuron_streams._runtime.port import Runtime, Unit
+if TYPE_CHECKING:
+    from neuron_streams._runtime.native import NativeWorkers
 
-__all__ = ["EmulatedRuntime", "PythonWorkers", "skip_destructors"]
+__all__ = ["EmulatedRuntime"]
 
 log = logging.getLogger(__name__)
 
-MOST_WORKERS = sum(unit.queues for unit in Unit)
+EXIT_SECONDS = 1.0  # for work in flight at interpreter exit; the process is gone within two
 
 
 class EmulatedRuntime(Runtime):
@@ -38,151 +48,134 @@ class EmulatedRuntime(Runtime):
         worker: `"native"`, `"python"`, or `"auto"`: native where a C compiler is; None asks
             NEURON_STREAMS_WORKER.
 
-    `worker` says which it is, `why` why.
+    `worker` then says which it is, `why` why.
     """
 
     name = "emulated"
-    worker: str
-    why: str
 
-    def __new__(cls, devices: int = 2, worker: str | None = None) -> Self:
-        if cls is not EmulatedRuntime:
-            return super().__new__(cls)
-        kind, why = _choose(worker)
-        made: Self = super().__new__(kind)  # type: ignore[type-var]
-        made.why = why
-        log.info("the workers of the emulated runtime are %s: %s", kind.worker, why)
-        return made
+    def __init__(self, devices: int = 2, worker: str | None = None) -> None:
+        self.worker, self.why = _choose(worker)
+        self._workers = workers = _make(self.worker, self.name, devices)
+        self._pid = os.getpid()
+        # The three that decode loops call most, without a call in between.
+        self.submit = workers.submit  # type: ignore[method-assign]
+        self.completed = workers.completed  # type: ignore[method-assign]
+        self.allocate = workers.allocate  # type: ignore[method-assign]
+        _living.add(self)
+        _close_at_exit()
+        log.info("the workers of the emulated runtime are %s: %s", self.worker, self.why)
+
+    def device_count(self) -> int:
+        return self._workers.device_count()
+
+    def open_lane(self, device: int, priority: int = 0, *, host: bool = False) -> int:
+        return self._workers.open_lane(device, priority, host=host)
+
+    def close_lane(self, lane: int) -> None:
+        self._workers.close_lane(lane)
+
+    def lanes(self, device: int) -> Sequence[int]:
+        return self._workers.lanes(device)
+
+    def submit(self, lane: int, command: Command, after: Sequence[Ticket] = ()) -> Ticket:
+        return self._workers.submit(lane, command, after)
+
+    def complete(self, ticket: Ticket, error: BaseException | None = None) -> None:
+        self._workers.complete(ticket, error)
+
+    def submitted(self, lane: int) -> int:
+        return self._workers.submitted(lane)
+
+    def completed(self, lane: int) -> int:
+        return self._workers.completed(lane)
+
+    def completed_at(self, ticket: Ticket) -> float | None:
+        return self._workers.completed_at(ticket)
+
+    def wait(self, ticket: Ticket, timeout: float | None = None) -> None:
+        self._workers.wait(ticket, timeout)
+
+    def failures(self, ticket: Ticket, since: int = 0) -> tuple[Failure, ...]:
+        return self._workers.failures(ticket, since)
+
+    def allocate(self, device: int, nbytes: int) -> Buffer:
+        return self._workers.allocate(device, nbytes)
+
+    def ledger(self, device: int) -> Ledger:
+        return self._workers.ledger(device)
+
+    def load(self, payload: Payload, device: int) -> Handle:
+        from neuron_streams._runtime.program import load_on_cpu
+
+        return load_on_cpu(payload, device)
+
+    def busy_intervals(self) -> Sequence[tuple[int, Unit, float, float, str]]:
+        return self._workers.busy_intervals()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Run what can run until `timeout` seconds (None: to the end), then cancel the rest."""
+        if os.getpid() != self._pid:
+            return  # a fork has the lanes but not the threads
+        self._workers.close(timeout)
+        if self._workers.in_flight:
+            _leave_alone(self)
+        else:
+            _living.discard(self)
 
 
-def _choose(asked: str | None) -> tuple[type[EmulatedRuntime], str]:
+def _choose(asked: str | None) -> tuple[str, str]:
+    """Which worker, and why."""
     from neuron_streams._runtime.worker.library import why_not
 
     variable = os.environ.get("NEURON_STREAMS_WORKER", "").strip().lower()
     wanted = asked or variable or "python"
     if wanted not in ("auto", "native", "python"):
-        raise ValueError(f"NEURON_STREAMS_WORKER={wanted!r} names no worker; use auto, native or python")
-    if wanted == "python":
-        return PythonWorkers, "asked for" if asked else "NEURON_STREAMS_WORKER=python"
-    missing = why_not()
-    if missing is None:
-        from neuron_streams._runtime.native import NativeWorkers
-
-        return NativeWorkers, "there is a C compiler" if wanted == "auto" else f"{wanted} asked for"
-    if wanted == "native":
-        raise RuntimeError(
-            f"NEURON_STREAMS_WORKER=native: {missing}; install one, or use auto or python"
+        raise ValueError(
+            f"NEURON_STREAMS_WORKER={wanted!r} names no worker; use auto, native or python"
         )
-    return PythonWorkers, missing
+    why = "asked for" if asked else f"NEURON_STREAMS_WORKER={wanted}"
+    missing = None if wanted == "python" else why_not()
+    if wanted == "native" and missing:
+        raise RuntimeError(
+            f"the native worker cannot be had: {missing}; use NEURON_STREAMS_WORKER=auto or python"
+        )
+    if wanted == "auto":
+        return ("native", "there is a C compiler") if missing is None else ("python", missing)
+    return wanted, why
 
 
-def skip_destructors() -> None:
-    """Have the process end without C++ destructors: a thread that nobody can stop runs libtorch.
+def _make(worker: str, name: str, devices: int) -> NativeWorkers | PythonWorkers:
+    if worker == "python":
+        return PythonWorkers(name, devices)
+    from neuron_streams._runtime.native import NativeWorkers
 
-    The exit code stays. Without glibc's on_exit nothing is done.
+    return NativeWorkers(name, devices)
+
+
+_living: set[EmulatedRuntime] = set()
+_registered = False
+
+
+def _close_living() -> None:
+    for runtime in list(_living):
+        runtime.close(EXIT_SECONDS)
+
+
+def _close_at_exit() -> None:
+    """Threads must not outlive what Python frees at its end; those it would wait for must end."""
+    global _registered
+    if not _registered:
+        _registered = True
+        threading._register_atexit(_close_living)  # type: ignore[attr-defined]
+
+
+def _leave_alone(runtime: EmulatedRuntime) -> None:
+    """A thread that nobody can stop runs a command: free nothing of it, not at exit either.
+
+    C++ destructors must not run beside it, so the process ends by `_exit`, with its exit code.
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "on_exit"):
-        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
-
-
-class _Crew:
-    """The workers of one device. `idle` holds a lock per sleeping worker: releasing it wakes it."""
-
-    __slots__ = ("called", "idle", "size")
-
-    def __init__(self) -> None:
-        self.idle: deque[threading.Lock] = deque()
-        self.called = 0
-        self.size = 0
-
-
-class PythonWorkers(EmulatedRuntime, Lanes):
-    """The emulated runtime where no C compiler is."""
-
-    worker = "python"
-    why = "asked for"
-
-    def __init__(self, devices: int = 2, worker: str | None = None) -> None:
-        super().__init__(devices)
-        self._crews = [_Crew() for _ in range(devices)]
-        self._idle = threading.Condition(self._lock)
-
-    def _dispatch(self, device: int) -> None:
-        crew = self._crews[device]
-        for _ in range(self._takeable(device) - crew.called):
-            if crew.idle:
-                crew.idle.pop().release()
-            elif crew.size < MOST_WORKERS and not self._closed:
-                crew.size += 1
-                name = f"neuron_streams worker {device}.{crew.size}"
-                threading.Thread(target=self._work, args=(device,), name=name, daemon=True).start()
-            else:
-                return
-            crew.called += 1
-
-    def _work(self, device: int) -> None:
-        bell = threading.Lock()
-        bell.acquire()
-        entry: Entry | None = None
-        error: BaseException | None = None
-        called = True
-        with torch.inference_mode():
-            while True:
-                with self._lock:
-                    if called:
-                        self._crews[device].called -= 1
-                        called = False
-                    if entry is not None:
-                        self._finish(entry, error, time.perf_counter())
-                    finished, entry = entry, self._next(device, bell)
-                    if entry is None and self._closed:
-                        return
-                del finished  # what it kept alive dies here, outside the lock
-                if entry is None:
-                    bell.acquire()
-                    called = True
-                else:
-                    error = self._run(entry)
-
-    def _next(self, device: int, bell: threading.Lock) -> Entry | None:
-        if self._closed:
-            self._cancel_pending()
-            self._idle.notify_all()
-            return None
-        entry = self._take(device)
-        if entry is None:
-            self._crews[device].idle.append(bell)
-            self._idle.notify_all()
-        elif not entry.quick:
-            self._dispatch(device)
-        return entry
-
-    def _run(self, entry: Entry) -> BaseException | None:
-        if entry.failure is None:
-            try:
-                run(entry.command)
-            except BaseException as error:  # kept for whoever reads the outputs
-                return error
-        return None
-
-    def close(self, timeout: float | None = None) -> None:
-        """Run what can run until `timeout` seconds (None: to the end), then cancel the rest."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._lock:
-            while self._any_moving() and not self._closed:
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    break
-                self._idle.wait(left)
-            self._closed = True
-            if any(any(device.running.values()) for device in self._devices):
-                skip_destructors()
-            self._cancel_pending(running=True)
-            self._room.notify_all()
-            for crew in self._crews:
-                while crew.idle:
-                    crew.idle.pop().release()
-
-    def _any_moving(self) -> bool:
-        return any(device.moving for device in self._devices)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(runtime))
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "on_exit"):  # glibc
+            libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)

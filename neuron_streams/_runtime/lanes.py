@@ -165,6 +165,7 @@ class Lanes(Runtime):
 
     def lanes(self, device: int) -> Sequence[int]:
         with self._lock:
+            self._bury()
             return [x.id for x in self._lanes.values() if x.device == device and not x.host]
 
     def submitted(self, lane: int) -> int:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
-import os
 import threading
 import time
 import weakref
@@ -31,10 +31,15 @@ from neuron_streams._runtime.complaints import (
     timed_out,
 )
 from neuron_streams._runtime.cpu import blame, run, settle
-from neuron_streams._runtime.emulated import EmulatedRuntime, skip_destructors
 from neuron_streams._runtime.ledger import Ledger
-from neuron_streams._runtime.port import Buffer, Command, Failure, Handle, Marker, Payload, Ticket, Unit
-from neuron_streams._runtime.program import load_on_cpu
+from neuron_streams._runtime.port import (
+    Buffer,
+    Command,
+    Failure,
+    Marker,
+    Ticket,
+    Unit,
+)
 from neuron_streams._runtime.worker.buffers import NativeBuffer
 from neuron_streams._runtime.worker.library import library
 from neuron_streams._runtime.worker.messages import Messages, may_need_python
@@ -45,7 +50,7 @@ FULL, CLOSED = -1, -2
 SLICE = 50_000_000  # nanoseconds: how long a wait holds off Ctrl-C
 UNITS = tuple(Unit)
 _Counters = ctypes.c_int64 * 2
-_living: set[NativeWorkers] = set()  # one that is not closed must not be freed
+_ticket = functools.partial(tuple.__new__, Ticket)  # at half the price of Ticket(lane, value)
 
 
 class _Lane:
@@ -78,17 +83,15 @@ class _Lane:
         return False
 
 
-class NativeWorkers(EmulatedRuntime):
-    """The emulated runtime where a C compiler is."""
+class NativeWorkers:
+    """Lanes in C. Everything of a runtime but loading, as `Lanes` is."""
 
-    worker = "native"
-    why = "asked for"
-
-    def __init__(self, devices: int = 2, worker: str | None = None) -> None:
+    def __init__(self, name: str, devices: int) -> None:
+        self.name = name
+        self.in_flight = False  # whether something still ran when it was closed
         self._library = library()
         self._submit = self._library.submit
         self._runtime: int = self._library.new(devices)
-        self._pid = os.getpid()
         self._count = devices
         self._ledgers = [Ledger() for _ in range(devices)]
         self._lanes: dict[int, _Lane] = {}
@@ -101,10 +104,8 @@ class NativeWorkers(EmulatedRuntime):
         self._servers: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._host_lock = threading.Lock()
-        self._given_up: set[int] = set()  # still running when the end came
-        self._closed = self._ended = False
-        _living.add(self)
-        _close_at_exit()
+        self._given_up: dict[int, Command] = {}  # still running when the end came
+        self._closed = False
 
     def device_count(self) -> int:
         return self._count
@@ -201,10 +202,12 @@ class NativeWorkers(EmulatedRuntime):
             value = self._submit_again(value, lane, key, message)
         if type(command) is Marker and command.timed:
             found.timed[value] = command
-        found.kept.append((value, key))
+        kept = found.kept
+        kept.append((value, key))
         self._active[lane] = found
-        found.sweep(self._commands)
-        return Ticket(lane, value)
+        if len(kept) > 1:
+            found.sweep(self._commands)
+        return _ticket((lane, value))
 
     def _submit_again(self, value: int, lane: int, key: int, message: bytes) -> int:
         try:
@@ -288,11 +291,9 @@ class NativeWorkers(EmulatedRuntime):
         end = None if timeout is None else time.monotonic() + timeout
         wait = self._library.wait
         while found.counters[0] < value:
-            left = SLICE
-            if end is not None:
-                left = min(SLICE, int((end - time.monotonic()) * 1e9))
-                if left <= 0:
-                    raise timed_out(timeout, ticket, found.counters[0], self._head(lane))
+            left = _left(end)
+            if left <= 0:
+                raise timed_out(timeout, ticket, found.counters[0], self._head(lane))
             wait(self._runtime, lane, value, left)
         self._sweep()
 
@@ -317,21 +318,18 @@ class NativeWorkers(EmulatedRuntime):
     # -- memory and the end -----------------------------------------------------------------
 
     def allocate(self, device: int, nbytes: int) -> Buffer:
-        return NativeBuffer(device, nbytes, self._ledgers[device])
+        return NativeBuffer(device, nbytes, self._ledgers[device], self._library)
 
     def ledger(self, device: int) -> Ledger:
         return self._ledgers[device]
 
-    def load(self, payload: Payload, device: int) -> Handle:
-        return load_on_cpu(payload, device)
-
     def close(self, timeout: float | None = None) -> None:
         """Run what can run until `timeout` seconds (None: to the end), then cancel the rest."""
-        if self._closed or os.getpid() != self._pid:
+        if self._closed:
             return
         end = None if timeout is None else time.monotonic() + timeout
-        while not self._library.drain(self._runtime, SLICE):
-            if self._closed or (end is not None and time.monotonic() >= end):
+        while not self._closed and (left := _left(end)) > 0:
+            if self._library.drain(self._runtime, left):
                 break
         for command, ticket, running in self._cancel():
             failure = Failure(cancelled(command, ticket, running), ticket, command.name)
@@ -346,39 +344,26 @@ class NativeWorkers(EmulatedRuntime):
             for i in range(count):
                 key, lane, value, running = told[4 * i : 4 * i + 4]
                 if running:
-                    self._given_up.add(key)
+                    self._given_up[key] = self._commands[key]
                 yield self._commands[key], Ticket(lane, value), bool(running)
 
     def _leave(self) -> None:
-        in_flight = self._library.join(self._runtime, SLICE)
+        in_flight = self._library.join(self._runtime, 4 * SLICE) > 0
         for thread in self._servers:
             if thread is not threading.current_thread():
                 thread.join(0.05)
-                in_flight += thread.is_alive()
-        if in_flight:  # it uses this runtime until it is done, and nobody will know when
-            skip_destructors()
-            return
-        for lane in list(self._lanes.values()):
-            lane.sweep(self._commands)
-        _living.discard(self)
-        self._ended = True
+                in_flight |= thread.is_alive()
+        self.in_flight = in_flight
+        if not in_flight:
+            for lane in list(self._lanes.values()):
+                lane.sweep(self._commands)
 
     def __del__(self) -> None:
-        if getattr(self, "_ended", False):
+        # Only what was closed and has no threads left: all else lives on in emulated.py.
+        if getattr(self, "_closed", False) and not self.in_flight:
             self._library.free(self._runtime)
 
 
-def _close_living() -> None:
-    for runtime in list(_living):
-        runtime.close(1.0)
-
-
-_registered = False
-
-
-def _close_at_exit() -> None:
-    """Threads in C must not outlive what Python frees at its end."""
-    global _registered
-    if not _registered:
-        _registered = True
-        threading._register_atexit(_close_living)  # type: ignore[attr-defined]
+def _left(end: float | None) -> int:
+    """Nanoseconds of one slice of a wait that ends at a moment; None is never."""
+    return SLICE if end is None else min(SLICE, int((end - time.monotonic()) * 1e9))

@@ -107,6 +107,11 @@ class Buffer:
         self.named = False
         self.failure: Failure | None = None
 
+    def fill(self, source: torch.Tensor) -> None:
+        """Write a host tensor of as many bytes into memory that no command has named yet."""
+        copy = source.detach().clone(memory_format=torch.contiguous_format).resolve_neg()
+        self.storage = copy.resolve_conj().untyped_storage()
+
     def __del__(self) -> None:
         if self.ledger is not None:
             self.ledger.dead.append(self.nbytes)

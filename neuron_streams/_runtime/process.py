@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 
-from neuron_streams._runtime.emulated import EmulatedRuntime
+from neuron_streams._runtime.emulated import EXIT_SECONDS, EmulatedRuntime
 from neuron_streams._runtime.manual import ManualRuntime
 from neuron_streams._runtime.port import Runtime
 
@@ -35,7 +35,6 @@ FORKED = (
     "Cannot re-initialize neuron_streams in forked subprocess. To use neuron_streams with "
     "multiprocessing, you must use the 'spawn' start method"
 )
-EXIT_SECONDS = 1.0  # for work in flight at interpreter exit; the process is gone within two
 
 _lock = threading.Lock()
 _runtime: Runtime | None = None

@@ -106,7 +106,7 @@ def find(kind: str, key: str, filename: str) -> Path | None:
     try:
         if digest(path) == path.with_suffix(".sha256").read_text():
             return path
-    except FileNotFoundError:
+    except OSError:
         return None
     log.info("%s in the cache is damaged and is built again.", path)
     return None

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 import neuron_streams
 from neuron_streams.testing import EmulatedRuntime, Gate, ManualRuntime, use_runtime
 
-RUNTIMES = {"manual": ManualRuntime, "emulated": EmulatedRuntime}
+RUNTIMES = {
+    "manual": ManualRuntime,
+    "native": functools.partial(EmulatedRuntime, worker="native"),
+    "python": functools.partial(EmulatedRuntime, worker="python"),
+}
 
 
-@pytest.fixture(params=["manual", "emulated"])
+@pytest.fixture(params=[*RUNTIMES])
 def runtime(request):
     """A bare runtime, for the tests of the port."""
     made = RUNTIMES[request.param](devices=2)
@@ -21,9 +27,9 @@ def runtime(request):
 
 @pytest.fixture(
     params=[
-        "manual",
-        "emulated",
-        "emulated-explicit",
+        *RUNTIMES,
+        "native-explicit",
+        "python-explicit",
         pytest.param("cuda", marks=pytest.mark.gpu),
     ]
 )

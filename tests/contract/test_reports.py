@@ -5,9 +5,11 @@ The number is that of the issue or pull request of pytorch/pytorch, unless said 
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -400,6 +402,32 @@ def test_generators_and_tasks_hold_the_stream_of_their_thread(streams):
     assert next(generator) == s
     generator.close()
     assert streams.current_stream() == before
+
+
+def test_tasks_of_one_thread_share_its_current_stream(streams):
+    s, before, seen = streams.Stream(), streams.current_stream(), []
+
+    async def hold_across_an_await():
+        with streams.stream(s):
+            await asyncio.sleep(0)
+            seen.append(streams.current_stream() == s)
+
+    async def look():
+        seen.append(streams.current_stream() == s)
+
+    async def both():
+        await asyncio.gather(hold_across_an_await(), look())
+
+    asyncio.run(both())
+    assert seen == [True, True], "what is current belongs to the thread, not to the task"
+    assert streams.current_stream() == before
+
+
+def test_a_thread_pool_starts_on_the_default_stream(streams):
+    s = streams.Stream()
+    with ThreadPoolExecutor(2) as pool, streams.stream(s):
+        found = list(pool.map(lambda _: streams.current_stream(), range(4)))
+    assert set(found) == {streams.default_stream()}
 
 
 def test_a_generator_that_moved_gives_the_other_thread_its_stream_back(streams):

@@ -257,6 +257,50 @@ def test_a_chain_of_markers_wakes_the_device_at_its_end(runtime):
     assert sorted(log) == ["end", "far", "first", "start"]
 
 
+def test_close_gives_up_what_runs_on_and_on(runtime):
+    if isinstance(runtime, ManualRuntime):
+        pytest.skip("nothing runs by itself")
+    lane, started, enough = runtime.open_lane(0), threading.Event(), threading.Event()
+    buffer = Buffer(0, 8)
+
+    def run_on():
+        started.set()
+        assert enough.wait(60)
+
+    ticket = runtime.submit(lane, execute([], "long", outputs=[buffer], action=run_on))
+    behind = runtime.submit(lane, execute([], "behind"))
+    assert started.wait(10)
+    runtime.close(0.05)
+    runtime.wait(behind, timeout=5)
+    enough.set()
+    assert isinstance(buffer.failure.error, CancelledError)
+    assert "was still running" in str(buffer.failure.error)
+    assert runtime.completed(lane) >= ticket.value
+
+
+def test_a_closed_lane_with_failures_is_kept_until_they_are_asked_for(runtime):
+    lane = runtime.open_lane(0)
+    ticket = runtime.submit(lane, execute([], "fails", error=KeyError("kept")))
+    runtime.close_lane(lane)
+    runtime.wait(ticket)
+    runtime.open_lane(1)
+    assert lane in runtime.lanes(0)
+    assert [str(f.error) for f in runtime.failures(ticket)] == ["'kept'"]
+    assert lane not in runtime.lanes(0)
+
+
+def test_memory_is_counted_while_it_lives(runtime):
+    number, size = runtime.ledger(1).read()
+    buffer = runtime.allocate(1, 1000)
+    now = runtime.ledger(1).read()
+    assert (now[0].current, now[1].current) == (number.current + 1, size.current + 1000)
+    assert runtime.ledger(0).read()[1].current == 0
+    del buffer
+    gc.collect()
+    number, size = runtime.ledger(1).read()
+    assert (size.current, size.freed, size.peak) == (now[1].current - 1000, 1000, now[1].peak)
+
+
 def test_busy_intervals_say_what_ran(runtime):
     lane = runtime.open_lane(1)
     runtime.wait(runtime.submit(lane, execute([], "a")))

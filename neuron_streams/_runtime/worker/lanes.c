@@ -1,0 +1,311 @@
+/* Lanes, tickets and the ready queues of the units. See worker.h. */
+#include "worker.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+const int ns_queues[NS_UNITS] = {1, 2, 3};
+
+/* An emulated device that has no memory for a few words cannot go on. */
+void *ns_room_for(void *memory, size_t size) {
+    void *found = realloc(memory, size ? size : 1);
+    if (found == NULL) abort();
+    return found;
+}
+
+static bool before(const ns_item *a, const ns_item *b) {
+    return a->rank != b->rank ? a->rank < b->rank : a->order < b->order;
+}
+
+static void push(ns_heap *heap, ns_item item) {
+    if (heap->count == heap->room) {
+        heap->room = heap->room ? 2 * heap->room : 8;
+        heap->items = ns_room_for(heap->items, (size_t)heap->room * sizeof item);
+    }
+    int at = heap->count++;
+    for (int up; at > 0 && before(&item, &heap->items[up = (at - 1) / 2]); at = up)
+        heap->items[at] = heap->items[up];
+    heap->items[at] = item;
+}
+
+ns_entry *ns_pop(ns_heap *heap) {
+    ns_entry *first = heap->items[0].entry;
+    ns_item last = heap->items[--heap->count];
+    int at = 0;
+    for (int down; (down = 2 * at + 1) < heap->count; at = down) {
+        if (down + 1 < heap->count && before(&heap->items[down + 1], &heap->items[down])) down++;
+        if (!before(&heap->items[down], &last)) break;
+        heap->items[at] = heap->items[down];
+    }
+    heap->items[at] = last;
+    return first;
+}
+
+/* Lane numbers: the slot in the low bits, above it how many lanes there were before, so that a
+ * number is never given out twice and one look tells whether it is still open. */
+enum { SLOT_BITS = 24 };
+#define SLOT_MASK ((1 << SLOT_BITS) - 1)
+
+ns_lane *ns_find(ns_runtime *r, int64_t id) {
+    int64_t slot = (id & SLOT_MASK) - 1;
+    if (slot < 0 || slot >= r->slot_count || r->slots[slot] == NULL) return NULL;
+    return r->slots[slot]->id == id ? r->slots[slot] : NULL;
+}
+
+static int64_t free_slot(ns_runtime *r) {
+    int64_t slot = r->free_count ? r->free_slots[--r->free_count] : r->slot_count++;
+    if (slot == r->slot_room) {
+        r->slot_room = r->slot_room ? 2 * r->slot_room : 64;
+        r->slots = ns_room_for(r->slots, (size_t)r->slot_room * sizeof *r->slots);
+        r->free_slots = ns_room_for(r->free_slots, (size_t)r->slot_room * sizeof *r->free_slots);
+    }
+    return slot;
+}
+
+/* `counters`: two words, completed and submitted, kept by the caller until they are equal and the
+ * lane was closed. */
+NS_EXPORT int64_t ns_open_lane(ns_runtime *r, int64_t device, int64_t priority, int64_t host,
+                               int64_t *counters) {
+    ns_lane *lane = calloc(1, sizeof *lane);
+    if (lane == NULL) abort();
+    lane->device = (int)device;
+    lane->priority = priority;
+    lane->host = host;
+    lane->counters = counters;
+    pthread_mutex_lock(&r->mutex);
+    int64_t slot = r->closed ? -1 : free_slot(r);
+    if (slot >= 0) {
+        lane->id = r->generation++ << SLOT_BITS | (slot + 1);
+        r->slots[slot] = lane;
+    }
+    int64_t id = slot >= 0 ? lane->id : NS_CLOSED;
+    pthread_mutex_unlock(&r->mutex);
+    if (slot < 0) free(lane);
+    return id;
+}
+
+static void forget(ns_runtime *r, ns_lane *lane, ns_wake *wake) {
+    int64_t slot = (lane->id & SLOT_MASK) - 1;
+    r->slots[slot] = NULL;
+    r->free_slots[r->free_count++] = slot;
+    ns_ring(wake, &lane->waiters);
+    free(lane->dependents.items);
+    free(lane);
+}
+
+NS_EXPORT void ns_close_lane(ns_runtime *r, int64_t id) {
+    ns_wake wake = {0};
+    pthread_mutex_lock(&r->mutex);
+    ns_lane *lane = ns_find(r, id);
+    if (lane != NULL) {
+        lane->closing = true;
+        if (lane->head == NULL) forget(r, lane, &wake);
+    }
+    ns_unlock(r, &wake);
+}
+
+/* Words of a message: kind, unit, flags, key, name, number of tickets, lane and value of each,
+ * then by kind
+ *   MARKER   address of the double that takes the moment, or 0
+ *   SLEEP    nanoseconds
+ *   COPY     source buffer or 0, offset or address; target buffer or 0, the same; bytes
+ *   EXECUTE  program, inputs, outputs, buffers of the inputs..., their offsets..., of the outputs...
+ * Offsets and sizes are in bytes. */
+enum { KIND, UNIT, FLAGS, KEY, NAME, TICKETS, HEADER };
+enum { QUICK = 1, OVERWRITES = 2 };
+
+static ns_entry *read_entry(const int64_t *message, int64_t length) {
+    const int64_t *words = message + HEADER + 2 * message[TICKETS];
+    size_t count = (size_t)(message + length - words);
+    /* An EXECUTE has room behind its words for the data of each input and each result. */
+    size_t all = count + (message[KIND] == NS_EXECUTE ? (size_t)(words[1] + words[2]) : 0);
+    ns_entry *entry = ns_room_for(NULL, sizeof *entry + all * sizeof *words);
+    memset(entry, 0, sizeof *entry);
+    entry->kind = (int)message[KIND];
+    entry->unit = (int)message[UNIT];
+    entry->quick = message[FLAGS] & QUICK;
+    entry->overwrites = message[FLAGS] & OVERWRITES;
+    entry->key = message[KEY];
+    entry->name = message[NAME];
+    memcpy(entry->words, words, count * sizeof *words);
+    if (entry->kind == NS_MARKER) entry->stamp = (double *)(intptr_t)words[0];
+    return entry;
+}
+
+static void block(ns_runtime *r, ns_entry *entry, int64_t id, int64_t value) {
+    ns_lane *upstream = ns_find(r, id);
+    if (upstream == NULL || upstream->counters[0] >= value) return;
+    entry->blocked++;
+    push(&upstream->dependents, (ns_item){value, r->order++, entry});
+}
+
+static bool counts(const ns_entry *entry) {
+    return entry->kind != NS_MARKER && entry->kind != NS_PLEDGE;
+}
+
+static int64_t append(ns_runtime *r, ns_lane *lane, ns_entry *entry, const int64_t *message) {
+    for (int64_t i = 0; i < message[TICKETS]; i++)
+        block(r, entry, message[HEADER + 2 * i], message[HEADER + 2 * i + 1]);
+    entry->lane = lane;
+    entry->value = lane->counters[1] + 1;
+    __atomic_store_n(&lane->counters[1], entry->value, __ATOMIC_RELEASE);
+    if (counts(entry)) r->devices[lane->device].outstanding++;
+    if (lane->head == NULL) lane->head = entry;
+    else lane->tail->next = entry;
+    lane->tail = entry;
+    if (lane->head == entry) ns_moved(r, lane);
+    return entry->value;
+}
+
+/* The command's value in its lane, or NS_FULL (wait for room, then again), NS_CLOSED,
+ * NS_UNKNOWN_LANE. */
+NS_EXPORT int64_t ns_submit(ns_runtime *r, int64_t id, const int64_t *message, int64_t length) {
+    ns_wake wake = {0};
+    ns_entry *entry = read_entry(message, length);
+    pthread_mutex_lock(&r->mutex);
+    ns_lane *lane = ns_find(r, id);
+    ns_device *device = lane == NULL ? NULL : &r->devices[lane->device];
+    int64_t value;
+    if (r->closed) value = NS_CLOSED;
+    else if (lane == NULL) value = NS_UNKNOWN_LANE;
+    /* A device that does not move waits for the host: holding it up would be a deadlock. */
+    else if (counts(entry) && device->outstanding >= NS_OUTSTANDING && device->moving)
+        value = NS_FULL;
+    else value = append(r, lane, entry, message);
+    if (value > 0) {
+        ns_advance(r, &wake);
+        ns_call(r, &wake);
+    }
+    ns_unlock(r, &wake);
+    if (value < 0) free(entry);
+    return value;
+}
+
+void ns_moved(ns_runtime *r, ns_lane *lane) {
+    if (lane->listed) return;
+    lane->listed = true;
+    lane->next = r->moved;
+    r->moved = lane;
+}
+
+static void unblock_dependents(ns_runtime *r, ns_lane *lane, int64_t value) {
+    ns_heap *heap = &lane->dependents;
+    while (heap->count && heap->items[0].rank <= value) {
+        ns_entry *entry = ns_pop(heap);
+        if (--entry->blocked == 0 && entry->lane->head == entry) ns_moved(r, entry->lane);
+    }
+}
+
+void ns_free_entry(ns_entry *entry) {
+    free(entry->message);
+    free(entry);
+}
+
+/* Count the head of its lane as completed. */
+static void complete(ns_runtime *r, ns_entry *entry, ns_wake *wake) {
+    ns_lane *lane = entry->lane;
+    lane->head = entry->next;
+    if (lane->head == NULL) lane->tail = NULL;
+    if (entry->stamp != NULL) __atomic_store(entry->stamp, &(double){ns_now()}, __ATOMIC_RELEASE);
+    __atomic_store_n(&lane->counters[0], entry->value, __ATOMIC_RELEASE);
+    while (lane->waiters != NULL && lane->waiters->value <= entry->value)
+        ns_ring_first(wake, &lane->waiters);
+    unblock_dependents(r, lane, entry->value);
+    ns_moved(r, lane);
+    if (entry->started && entry->cancelled) entry->lane = NULL; /* given up: it still runs */
+    else ns_free_entry(entry);
+}
+
+static void note_interval(ns_runtime *r, const ns_entry *entry) {
+    r->intervals[r->interval_count++ % NS_INTERVALS] = (ns_interval){
+        entry->lane->device, entry->unit, entry->name, entry->began, entry->ended};
+}
+
+static void leave_device(ns_device *device, ns_wake *wake) {
+    device->outstanding--;
+    if (device->waiting_for_room && (device->outstanding <= NS_ROOM_AGAIN || !device->moving))
+        ns_ring(wake, &device->waiting_for_room);
+}
+
+/* Copies that are quicker than waking a thread for them run under the lock, where a unit is free. */
+static bool copied_in_place(ns_runtime *r, ns_entry *entry, ns_wake *wake) {
+    ns_device *device = &r->devices[entry->lane->device];
+    if (!entry->quick || device->running[entry->unit] >= ns_queues[entry->unit]) return false;
+    if (ns_is_poisoned(entry)) return false;
+    ns_run_copy(entry);
+    if (entry->failed) return false;
+    note_interval(r, entry);
+    leave_device(device, wake);
+    return true;
+}
+
+static void make_ready(ns_runtime *r, ns_entry *entry, ns_wake *wake) {
+    ns_device *device = &r->devices[entry->lane->device];
+    entry->queued = true;
+    device->moving++;
+    r->moving++;
+    push(&device->ready[entry->unit], (ns_item){entry->lane->priority, r->order++, entry});
+    wake->devices |= (uint64_t)1 << entry->lane->device;
+}
+
+/* Move the head of a lane on as far as it goes without a thread. */
+static void advance_lane(ns_runtime *r, ns_lane *lane, ns_wake *wake) {
+    for (ns_entry *head; (head = lane->head) != NULL;) {
+        if (!(head->cancelled && r->cancelled)) {
+            if (head->blocked || head->queued || head->kind == NS_PLEDGE) return;
+            if (head->kind != NS_MARKER && !copied_in_place(r, head, wake)) {
+                make_ready(r, head, wake);
+                return;
+            }
+        }
+        complete(r, head, wake);
+    }
+    if (lane->closing) forget(r, lane, wake);
+}
+
+/* A completion may move other lanes on: a work list, not recursion. */
+void ns_advance(ns_runtime *r, ns_wake *wake) {
+    for (ns_lane *lane; (lane = r->moved) != NULL;) {
+        r->moved = lane->next;
+        lane->listed = false;
+        advance_lane(r, lane, wake);
+    }
+}
+
+/* A command that the end gave up while it ran: `ns_stop` completes it, or has. */
+static void finish_cancelled(ns_runtime *r, ns_entry *entry) {
+    r->moving--;
+    r->running--;
+    entry->started = false;
+    if (entry->lane == NULL) ns_free_entry(entry);
+}
+
+/* Bring back a command that has run: free its unit, move lanes on. */
+void ns_finish(ns_runtime *r, ns_entry *entry, ns_wake *wake) {
+    if (entry->cancelled) {
+        finish_cancelled(r, entry);
+        return;
+    }
+    ns_device *device = &r->devices[entry->lane->device];
+    device->running[entry->unit]--;
+    device->moving--;
+    r->moving--;
+    r->running--;
+    wake->devices |= (uint64_t)1 << entry->lane->device;
+    note_interval(r, entry);
+    leave_device(device, wake);
+    complete(r, entry, wake);
+    ns_advance(r, wake);
+}
+
+/* Keep the pledges of a host lane up to a value. */
+NS_EXPORT void ns_complete(ns_runtime *r, int64_t id, int64_t value) {
+    ns_wake wake = {0};
+    pthread_mutex_lock(&r->mutex);
+    ns_lane *lane = ns_find(r, id);
+    while (lane != NULL && lane->head != NULL && lane->head->value <= value)
+        complete(r, lane->head, &wake);
+    ns_advance(r, &wake);
+    ns_call(r, &wake);
+    ns_unlock(r, &wake);
+}

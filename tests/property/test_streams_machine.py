@@ -1,0 +1,385 @@
+"""Streams and events against a model of vector clocks, with any interleaving of the device.
+
+A clock says how far each lane must have got: that of a command is the join of its predecessor on
+the lane and of all that the lane waits for. The device may run a command only when everything in
+its clock has completed, and must run it once no closed gate is in its clock: this catches a wait
+that is lost and a wait that is too much. On the manual runtime hypothesis chooses which lane steps.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+
+import neuron_streams
+from neuron_streams._runtime.port import Buffer, Execute, Ticket, View
+from neuron_streams.testing import DeadlockError, EmulatedRuntime, Gate, ManualRuntime, use_runtime
+
+Clock = dict[int, int]
+
+
+def join(*clocks: Clock) -> Clock:
+    made: Clock = {}
+    for clock in clocks:
+        for lane, value in clock.items():
+            made[lane] = max(made.get(lane, 0), value)
+    return made
+
+
+@dataclass
+class Lane:
+    """A stream and what the model knows of it; `commands` counts from 1."""
+
+    number: int
+    stream: neuron_streams.Stream
+    device: int
+    clock: Clock = field(default_factory=dict)
+    commands: list[Work] = field(default_factory=list)
+    tickets: list[Ticket] = field(default_factory=list)
+    told: int = 0  # failures up to this command were raised by the stream
+    seen: int = 0  # ... by anybody
+    told_to_device: int = 0
+
+    def news(self, since: int) -> bool:
+        return any(not work.runs_well for work in self.commands[since:])
+
+
+@dataclass
+class Work:
+    lane: Lane
+    index: int
+    clock: Clock
+    output: Buffer
+    fails: bool
+    poisoned: bool
+
+    @property
+    def runs_well(self) -> bool:
+        return not (self.fails or self.poisoned)
+
+
+@dataclass
+class Point:
+    """An event; what it covers is that of its newest record."""
+
+    event: neuron_streams.Event
+    lane: Lane | None = None
+    clock: Clock = field(default_factory=dict)
+    upto: int = 0
+    since: int = 0
+
+
+class Runs:
+    """The handle of a command: notes that it ran."""
+
+    name = "model"
+
+    def __init__(self, log: list[tuple[int, int]], where: tuple[int, int], fails: bool) -> None:
+        self.log, self.where, self.fails = log, where, fails
+
+    def run(self, inputs):
+        self.log.append(self.where)
+        if self.fails:
+            raise ArithmeticError(f"command {self.where}")
+        return [torch.zeros(2)]
+
+
+class StreamsMachine(RuleBasedStateMachine):
+    """Rules for any runtime; `device_runs` says who steps."""
+
+    lanes, works, points, gates = (Bundle(x) for x in ("lanes", "works", "points", "gates"))
+
+    implicit = True
+
+    def make(self, seed: int):
+        raise NotImplementedError
+
+    @initialize(seed=st.integers(0, 1 << 16), target=lanes)
+    def begin(self, seed):
+        self.random = random.Random(seed)
+        self.scope = use_runtime(self.make(seed))
+        self.runtime = self.scope.__enter__()
+        self.all: list[Lane] = []
+        self.log: list[tuple[int, int]] = []
+        self.checked = 0
+        self.ran: set[tuple[int, int]] = set()
+        self.closed: dict[int, Gate] = {}  # model lane of a gate: the gate
+        self.next_gate = -1
+        self.contexts = []
+        return multiple(*(self.add(neuron_streams.default_stream(i), i) for i in range(2)))
+
+    def add(self, stream, device) -> Lane:
+        stream._state.implicit = self.implicit
+        lane = Lane(len(self.all), stream, device)
+        self.all.append(lane)
+        return lane
+
+    @rule(device=st.integers(0, 1), priority=st.integers(-4, 1), target=lanes)
+    def stream(self, device, priority):
+        return self.add(neuron_streams.Stream(device, priority), device)
+
+    @rule(target=points, timed=st.booleans())
+    def event(self, timed):
+        return Point(neuron_streams.Event(enable_timing=timed))
+
+    @rule(lane=lanes, fails=st.integers(0, 5), reads=st.lists(works, max_size=2), target=works)
+    def submit(self, lane, fails, reads):
+        return self.work(lane, fails == 0, reads)
+
+    @rule(fails=st.integers(0, 9), target=works)
+    def submit_to_the_current_stream(self, fails):
+        stream = neuron_streams.current_stream()
+        lane = next(x for x in self.all if x.stream == stream)
+        return self.work(lane, fails == 0, [])
+
+    def work(self, lane, fails, reads) -> Work:
+        if not self.implicit:  # then it is an error to read what nobody ordered before
+            ahead = [(r, lane.clock.get(r.lane.number, 0)) for r in reads]
+            reads = [r for r, upto in ahead if upto >= r.index]
+        index = len(lane.commands) + 1
+        output = self.runtime.allocate(lane.device, 8)
+        inputs = tuple(View(r.output, torch.float32, (2,), (1,)) for r in reads)
+        lane.clock = join(lane.clock, *(r.clock for r in reads), {lane.number: index})
+        poisoned = any(not r.runs_well for r in reads)
+        made = Work(lane, index, lane.clock, output, fails, poisoned)
+        lane.commands.append(made)
+        handle = Runs(self.log, (lane.number, index), fails)
+        command = Execute(handle, inputs, (output,))
+        reading = [r.output for r in reads]
+        lane.tickets.append(lane.stream._submit(command, reads=reading, writes=[output]))
+        return made
+
+    @rule(lane=lanes, target=gates)
+    def hold(self, lane):
+        number, self.next_gate = self.next_gate, self.next_gate - 1
+        self.closed[number] = Gate(lane.stream)
+        lane.clock = join(lane.clock, {number: 1})
+        return number
+
+    @rule(number=gates)
+    def open(self, number):
+        gate = self.closed.pop(number, None)
+        if gate is not None:
+            assert not gate.is_open
+            gate.open()
+
+    @rule(point=points, lane=lanes)
+    def record(self, point, lane):
+        if point.lane is not None and point.lane.device != lane.device:
+            with pytest.raises(RuntimeError, match="^Event device"):
+                point.event.record(lane.stream)
+            return
+        point.event.record(lane.stream)
+        point.lane, point.clock = lane, dict(lane.clock)
+        point.upto, point.since = len(lane.commands), lane.seen
+
+    @rule(point=points, lane=lanes)
+    def wait(self, point, lane):
+        lane.stream.wait_event(point.event)
+        lane.clock = join(lane.clock, point.clock)
+
+    @rule(lane=lanes, other=lanes)
+    def wait_stream(self, lane, other):
+        lane.stream.wait_stream(other.stream)
+        lane.clock = join(lane.clock, other.clock)
+
+    @rule(lane=lanes)
+    def enter(self, lane):
+        before = neuron_streams.current_stream()
+        context = neuron_streams.stream(lane.stream)
+        context.__enter__()
+        self.contexts.append((context, before))
+        assert neuron_streams.current_stream() == lane.stream
+        assert neuron_streams.current_device() == lane.device
+
+    @precondition(lambda self: self.contexts)
+    @rule()
+    def leave(self):
+        context, before = self.contexts.pop()
+        context.__exit__(None, None, None)
+        assert neuron_streams.current_stream() == before
+
+    def is_free(self, clock: Clock) -> bool:
+        return not any(number in clock for number in self.closed)
+
+    def done(self, clock: Clock) -> bool:
+        """Whether everything in a clock is known to have completed, gates included."""
+        reached = all(
+            work.poisoned or (lane.number, work.index) in self.ran
+            for lane in self.all
+            for work in lane.commands[: clock.get(lane.number, 0)]
+        )
+        return reached and self.is_free(clock)
+
+    @rule(lane=lanes)
+    def synchronize_stream(self, lane):
+        news = lane.news(lane.told)
+        if self.waited(lane.stream.synchronize, lane.clock, news):
+            lane.told = lane.seen = len(lane.commands)
+
+    @rule(point=points)
+    def synchronize_event(self, point):
+        lane = point.lane
+        news = lane is not None and any(
+            not work.runs_well for work in lane.commands[point.since : point.upto]
+        )
+        if self.waited(point.event.synchronize, point.clock, news) and lane is not None:
+            lane.seen = max(lane.seen, point.upto)
+            point.since = max(point.since, point.upto)
+
+    @rule(device=st.integers(0, 1))
+    def synchronize_device(self, device):
+        mine = [lane for lane in self.all if lane.device == device]
+        news = any(lane.news(lane.told_to_device) for lane in mine)
+        clock = join(*(lane.clock for lane in mine))
+        if self.waited(lambda: neuron_streams.synchronize(device), clock, news):
+            for lane in mine:
+                lane.told_to_device = lane.seen = len(lane.commands)
+
+    def waited(self, call, clock: Clock, news: bool) -> bool:
+        """Wait, if it can end; a failure that is news is raised, and everything before is done."""
+        if not self.is_free(clock):
+            if isinstance(self.runtime, ManualRuntime):
+                with pytest.raises(DeadlockError):
+                    call()
+            return False
+        if news:
+            with pytest.raises(ArithmeticError, match="^command"):
+                call()
+        else:
+            call()
+        self.look()
+        assert self.done(clock), "a host wait implies everything before"
+        return True
+
+    @rule(point=points)
+    def query_event(self, point):
+        self.queried(point.event.query, point.clock)
+
+    @rule(lane=lanes)
+    def query_stream(self, lane):
+        self.queried(lane.stream.query, lane.clock)
+
+    def queried(self, query, clock: Clock) -> None:
+        answer = query()
+        self.look()
+        if answer:
+            assert self.done(clock)
+        elif isinstance(self.runtime, ManualRuntime) and not self.skips(clock):
+            assert not self.done(clock)
+
+    def skips(self, clock: Clock) -> bool:
+        """Whether a clock has commands that leave no trace of their completion."""
+        return any(
+            work.poisoned
+            for lane in self.all
+            for work in lane.commands[: clock.get(lane.number, 0)]
+        )
+
+    @invariant()
+    def look(self):
+        """Whatever has run since ran once, and behind everything in its clock."""
+        while self.checked < len(getattr(self, "log", ())):
+            number, index = where = self.log[self.checked]
+            work = self.all[number].commands[index - 1]
+            assert where not in self.ran, "ran twice"
+            assert not work.poisoned, "ran though its input was poisoned"
+            assert self.done({**work.clock, number: index - 1}), "ran too early"
+            self.ran.add(where)
+            self.checked += 1
+
+    @rule()
+    def settle(self):
+        """Everything runs that no closed gate holds, and nothing that one does."""
+        self.device_runs()
+        for lane in self.all:
+            for work in lane.commands:
+                free = self.is_free(work.clock)
+                if free and not work.poisoned:
+                    assert (lane.number, work.index) in self.ran
+                elif not free:
+                    assert (lane.number, work.index) not in self.ran
+
+    def device_runs(self) -> None:
+        raise NotImplementedError
+
+    def teardown(self):
+        if not hasattr(self, "scope"):
+            return
+        while self.contexts:
+            self.leave()
+        if self.random.random() < 0.5:
+            for gate in self.closed.values():
+                gate.open()
+            self.closed.clear()
+        self.settle()
+        self.scope.__exit__(None, None, None)
+        self.look()
+        for lane in self.all:
+            for work in lane.commands:
+                ran = (lane.number, work.index) in self.ran
+                assert not (ran and work.poisoned)
+                assert ran or work.output.failure is not None, "completed or failed"
+        neuron_streams.set_stream(None)
+
+
+class ManualMachine(StreamsMachine):
+    def make(self, seed):
+        return ManualRuntime(2, order=seed)
+
+    @rule(data=st.data())
+    def step(self, data):
+        ready = self.runtime.ready()
+        if ready:
+            assert self.runtime.step(data.draw(st.sampled_from(ready)))
+
+    def device_runs(self):
+        self.runtime.run()
+        self.look()
+        assert self.runtime.ready() == []
+
+
+class NativeMachine(StreamsMachine):
+    worker = "native"
+
+    def make(self, seed):
+        return EmulatedRuntime(2, worker=self.worker)
+
+    def device_runs(self):
+        for lane in self.all:
+            for work in lane.commands:
+                if self.is_free(work.clock):
+                    self.runtime.wait(lane.tickets[work.index - 1], timeout=30)
+        self.look()
+
+
+class PythonMachine(NativeMachine):
+    worker = "python"
+
+
+class ExplicitMachine(ManualMachine):
+    implicit = False
+
+
+TestExplicit = ExplicitMachine.TestCase
+TestExplicit.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestManual = ManualMachine.TestCase
+TestManual.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestNative = NativeMachine.TestCase
+TestPython = PythonMachine.TestCase
+TestNative.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestPython.settings = TestNative.settings

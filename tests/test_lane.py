@@ -1,0 +1,169 @@
+"""The door to the runtime: remembered waits, failures and who is told of them, what is traced."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import neuron_streams
+from neuron_streams._runtime.port import Execute, Marker
+from neuron_streams.lane import MOST_WAITS
+from neuron_streams.testing import Gate, ManualRuntime, use_runtime
+
+
+class Fails:
+    name = "fails"
+
+    def __init__(self, error):
+        self.error = error
+
+    def run(self, inputs):
+        raise self.error
+
+
+def fail(runtime, stream, error):
+    output = runtime.allocate(0, 8)
+    command = Execute(Fails(error), (), (output,), name="step")
+    stream._submit(command, writes=[output])
+    return output
+
+
+@pytest.fixture
+def runtime():
+    with use_runtime(ManualRuntime(2)) as made:
+        yield made
+
+
+@pytest.fixture
+def stream(runtime):
+    return neuron_streams.Stream()
+
+
+def test_a_wait_costs_no_command_until_somebody_looks(runtime, stream):
+    other = neuron_streams.Stream()
+    with Gate(other):
+        stream.wait_stream(other)
+        stream.wait_stream(other)
+        assert runtime.submitted(stream._state.lane) == 0
+        assert not stream.query()
+        assert runtime.submitted(stream._state.lane) == 1
+    assert stream.query()
+    stream.wait_stream(other)
+    assert stream._state.waits == [], "what has completed is not waited for"
+
+
+def test_waits_without_commands_do_not_pile_up(runtime, stream):
+    others = [neuron_streams.Stream() for _ in range(3 * MOST_WAITS)]
+    gates = [Gate(other) for other in others]
+    for other in others:
+        stream.wait_stream(other)
+        assert len(stream._state.waits) <= MOST_WAITS
+    for gate in gates[:-1]:
+        gate.open()
+    assert not stream.query()
+    gates[-1].open()
+    stream.synchronize()
+
+
+def test_each_failure_is_raised_once_by_stream_event_and_device(runtime, stream):
+    before, after = neuron_streams.Event(), neuron_streams.Event()
+    before.record(stream)
+    fail(runtime, stream, KeyError("first"))
+    after.record(stream)
+    before.synchronize()
+    for synchronize in (after.synchronize, stream.synchronize, neuron_streams.synchronize):
+        with pytest.raises(KeyError, match="first"):
+            synchronize()
+        synchronize()
+    later = stream.record_event()
+    later.synchronize()
+    after.synchronize()
+
+
+def test_a_second_failure_is_named_by_the_first(runtime, stream, caplog):
+    fail(runtime, stream, KeyError("first"))
+    fail(runtime, stream, ValueError("second"))
+    with pytest.raises(KeyError, match="first") as caught:
+        stream.synchronize()
+    assert "second" in caplog.text
+    if sys.version_info >= (3, 11):
+        assert any("ValueError('second')" in note for note in caught.value.__notes__)
+    stream.synchronize()
+
+
+def test_a_failure_outlives_its_stream(runtime):
+    stream = neuron_streams.Stream()
+    fail(runtime, stream, KeyError("orphan"))
+    lane = stream._state.lane
+    del stream
+    runtime.run()
+    with pytest.raises(KeyError, match="orphan"):
+        neuron_streams.synchronize()
+    neuron_streams.Stream()
+    assert lane not in runtime.lanes(0)
+
+
+def test_reading_raises_the_first_cause_every_time_with_its_traceback(runtime, stream):
+    from neuron_streams._runtime.port import View
+    from neuron_streams.tensor import NeuronTensor
+
+    output = fail(runtime, stream, KeyError("cause"))
+    tensor = NeuronTensor._wrap(View(output, torch.float32, (2,), (1,)))
+    for _ in range(2):
+        with pytest.raises(KeyError, match="cause") as caught:
+            tensor.tolist()
+        frames = [entry.name for entry in caught.traceback]
+        assert "run" in frames, "the traceback of the command itself"
+    with neuron_streams.stream(stream):
+        tensor.copy_(torch.ones(2))
+    assert tensor.tolist() == [1.0, 1.0], "a full overwrite cures"
+
+
+def test_the_place_of_submission_is_told_when_the_environment_asks(monkeypatch):
+    monkeypatch.setenv("NEURON_STREAMS_TRACE_SUBMISSIONS", "1")
+    with use_runtime(ManualRuntime(1)) as runtime:
+        stream = neuron_streams.Stream()
+        fail(runtime, stream, KeyError("where"))
+        with pytest.raises(KeyError) as caught:
+            stream.synchronize()
+    told = "\n".join(getattr(caught.value, "__notes__", ())) + str(caught.value)
+    assert "'step submitted at " in told
+    assert "test_lane.py:" in told
+    assert "in fail" in told
+
+
+def test_what_failed_is_told_without_it(runtime, stream):
+    fail(runtime, stream, KeyError("what"))
+    with pytest.raises(KeyError) as caught:
+        stream.synchronize()
+    if sys.version_info >= (3, 11):
+        assert caught.value.__notes__ == [f"in 'step', command 1 of lane {stream._state.lane}"]
+
+
+def test_a_blocking_launch_raises_at_the_launch(monkeypatch):
+    monkeypatch.setenv("NEURON_LAUNCH_BLOCKING", "1")
+    with use_runtime(ManualRuntime(1)) as runtime:
+        stream = neuron_streams.Stream()
+        with pytest.raises(KeyError, match="here"):
+            fail(runtime, stream, KeyError("here"))
+        stream.synchronize()
+
+
+def test_a_lane_of_another_library_is_asked_each_time(runtime):
+    lane = runtime.open_lane(0)
+    stream = neuron_streams.ExternalStream(2 * lane)
+    assert stream.query()
+    held = runtime.open_lane(0, host=True)
+    from neuron_streams._runtime.port import Pledge
+
+    gate = runtime.submit(held, Pledge())
+    runtime.submit(lane, Marker(), after=[gate])
+    event = stream.record_event()
+    assert not stream.query()
+    assert not event.query()
+    runtime.complete(gate)
+    event.synchronize()
+    del stream, event
+    assert lane in runtime.lanes(0), "its owner closes it"
