@@ -24,11 +24,12 @@ from neuron_streams._compiler.trace import (
     Trace,
     base_of,
     identity,
+    layout_of,
     own_outputs,
     trace,
     written,
 )
-from neuron_streams._runtime.program import Layout, contiguous
+from neuron_streams._runtime.program import Layout
 
 __all__ = ["Block", "IrregularError", "find_blocks", "opaque", "trace_blocks"]
 
@@ -47,14 +48,19 @@ class Block:
     structure: pytree.TreeSpec | None = None
     leaves: list[Any] = field(default_factory=list)  # Layout for a tensor, else the constant
     outputs: list[Layout] = field(default_factory=list)
-    result: pytree.TreeSpec | None = None
     trace: Trace | None = None
+    traced: int = 0  # which child
     written: tuple[int, ...] = ()  # which of the tensors among the leaves it updates in place
+
+    def results(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Its results as a child returns them."""
+        assert self.trace is not None
+        return pytree.tree_unflatten(tensors, self.trace.structure)
 
     def weights_of(self, child: nn.Module) -> list[torch.Tensor]:
         """The child's own tensors in the places of those of the traced one."""
         assert self.trace is not None
-        places = {identity(t): name for name, t in _tensors(self.children[0])}
+        places = {identity(t): name for name, t in _tensors(self.children[self.traced])}
         own = dict(_tensors(child))
         named = ((places.get(identity(weight)), weight) for weight in self.trace.weights)
         return [weight if name is None else own[name] for name, weight in named]
@@ -181,11 +187,9 @@ def trace_blocks(
     fake: FakeTensorMode,
 ) -> None:
     """Learn how the blocks are called, by a run on fake tensors, and trace one child of each."""
-    with torch.no_grad(), fake, _instead(blocks, lambda b, _: functools.partial(_probe, b)):
+    probe = functools.partial(functools.partial, _probe, fake)
+    with torch.no_grad(), fake, _instead(blocks, probe):
         function(*(fake.from_tensor(example, static_shapes=True) for example in examples))
-    for block in blocks:
-        if block.structure is not None:
-            _trace_child(block, fake)
 
 
 @contextlib.contextmanager
@@ -206,39 +210,44 @@ def _instead(
         yield
 
 
-def _probe(block: Block, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the first child called, and give all others results of the same form."""
+def _probe(
+    fake: FakeTensorMode,
+    block: Block,
+    child: int,
+    original: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Trace the first child that is called; give all calls results of its form."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     forms = [_form(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     if block.structure is None:
-        block.structure, block.leaves = structure, forms
-        results, block.result = pytree.tree_flatten(original(*args, **kwargs))
-        if not all(isinstance(result, torch.Tensor) for result in results):
-            raise IrregularError("a block returns something that is not a tensor")
-        block.outputs = [_form(result) for result in results]
+        block.structure, block.leaves, block.traced = structure, forms, child
+        _trace_child(block, original, fake)
     elif structure != block.structure or not _constant(forms, block.leaves):
         raise IrregularError(f"the calls of {type(block.children[0]).__name__} differ in form")
-    assert block.result is not None
-    made = [torch.empty_strided(o.size, o.stride, dtype=o.dtype) for o in block.outputs]
-    return pytree.tree_unflatten(made, block.result)
+    return block.results(_empty(block.outputs))
 
 
-def _trace_child(block: Block, fake: FakeTensorMode) -> None:
+def _empty(layouts: Sequence[Layout]) -> list[torch.Tensor]:
+    return [torch.empty_strided(o.size, o.stride, dtype=o.dtype) for o in layouts]
+
+
+def _trace_child(block: Block, original: Callable[..., Any], fake: FakeTensorMode) -> None:
     def call(*tensors: torch.Tensor) -> Any:
-        return block.children[0](*_arguments(block, tensors)[0], **_arguments(block, tensors)[1])
+        args, kwargs = _arguments(block, tensors)
+        return original(*args, **kwargs)
 
-    with fake:
-        layouts = [leaf for leaf in block.leaves if isinstance(leaf, Layout)]
-        examples = [torch.empty_strided(o.size, o.stride, dtype=o.dtype) for o in layouts]
-    block.trace = traced = trace(call, examples, fake)
+    examples = _empty([leaf for leaf in block.leaves if isinstance(leaf, Layout)])
+    traced = trace(call, examples, fake)
     inputs = traced.inputs
     if {base_of(output) for output in traced.outputs}.intersection(inputs):
         raise IrregularError("a block returns one of its inputs, or a window on one")
     own_outputs(traced.graph)
-    block.outputs = [Layout(o.dtype, o.size, contiguous(o.size)) for o in block.outputs]
     bases = {base_of(arg) for node in traced.graph.nodes for arg in written(node)}
     if bases.intersection(inputs[traced.input_count :]):
         raise IrregularError("a block writes into a tensor of its own")
+    block.trace, block.outputs = traced, [layout_of(output) for output in traced.outputs]
     block.written = tuple(n for n in range(traced.input_count) if inputs[n] in bases)
 
 
@@ -273,8 +282,7 @@ def _as_node(
     changed = [tensors[n] for n in block.written]
     read = [t for n, t in enumerate(tensors) if n not in block.written]
     made = torch.ops.neuron_streams.block(changed, read, number, child)
-    assert block.result is not None
-    return pytree.tree_unflatten(made, block.result)
+    return block.results(made)
 
 
 @functools.cache
@@ -289,5 +297,4 @@ def _register() -> torch.library.Library:
 def _fake_block(
     written: list[torch.Tensor], read: list[torch.Tensor], block: int, child: int
 ) -> list[torch.Tensor]:
-    outputs = _known[block].outputs
-    return [torch.empty_strided(o.size, o.stride, dtype=o.dtype) for o in outputs]
+    return _empty(_known[block].outputs)

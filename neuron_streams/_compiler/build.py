@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ __all__ = ["build"]
 
 log = logging.getLogger(__name__)
 
+# Tracing puts other forwards into the layers of a model, and Inductor has global state.
+_one_at_a_time = threading.RLock()
+
 
 def build(
     function: Callable[..., Any],
@@ -38,11 +42,12 @@ def build(
     _check_examples(name, names, examples)
     examples = [example.detach().contiguous() for example in examples]
     chosen = _choose(name, target)
-    planned = plan(function, examples)
-    mutated = tuple(names[number] for number in planned.mutated)
-    _check_mutates(name, mutates, mutated)
-    payload = _compiled(name, planned) if chosen == "cpu" else None
-    payload = payload or Payload("exported", name, _graph(function, examples))
+    with _one_at_a_time:
+        planned = plan(function, examples)
+        mutated = tuple(names[number] for number in planned.mutated)
+        _check_mutates(name, mutates, mutated)
+        payload = _compiled(name, planned) if chosen == "cpu" else None
+        payload = payload or Payload("exported", name, _graph(function, examples))
     inputs = tuple(map(spec_of, names, examples))
     outputs = tuple(map(spec_of, output_names(planned.structure), planned.outputs))
     return Signature(name, inputs, outputs, mutated, planned.structure), payload

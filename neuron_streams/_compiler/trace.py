@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -79,7 +80,8 @@ def trace(
                 "but a compiled program is the same for all values. Use torch.where or index_put_."
             ) from error
     _check_outputs(module.graph)
-    weights = _lift(module, fake)
+    with unset_fake_temporarily():  # a caller may be on fake tensors, but weights are real
+        weights = _lift(module, fake)
     module.graph.eliminate_dead_code()
     return Trace(module.graph, len(inputs), weights, structures[-1])
 
@@ -154,9 +156,9 @@ def _aliased(node: fx.Node) -> fx.Node | None:
     returned = [] if schema is None else [r.alias_info for r in schema.returns if r.alias_info]
     if not returned:
         return None
-    sets = returned[0].before_set
-    arguments = _arguments(node)
-    return next((arg for arg, alias in arguments if alias and alias.before_set == sets), None)
+    sets = returned[0].before_set  # empty where a list of windows is returned
+    aliases = [(arg, alias) for arg, alias in _arguments(node) if alias is not None]
+    return next((arg for arg, alias in aliases if not sets or alias.before_set == sets), None)
 
 
 def _arguments(node: fx.Node) -> list[tuple[fx.Node, Any]]:

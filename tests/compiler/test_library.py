@@ -1,0 +1,128 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from neuron_streams import compile  # noqa: A004
+from neuron_streams._compiler import library
+from neuron_streams._compiler.plan import plan
+from neuron_streams._runtime import toolchain
+from neuron_streams._runtime.chain import ProgramHandle
+from tests.compiler.compiled import deep, needs_cxx, pair
+from tests.compiler.plans import Deep, deep_inputs
+
+pytestmark = needs_cxx
+
+
+def add_one(x):
+    return x + 1
+
+
+def keys(function, *examples):
+    return [library._key(segment) for segment in plan(function, examples).segments]
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """The compilers' commands, as they are run."""
+    seen, run = [], toolchain.run
+    monkeypatch.setattr(toolchain, "run", lambda command: (seen.append(command), run(command)))
+    return seen
+
+
+@pytest.fixture
+def own_cache(monkeypatch, tmp_path):
+    """An empty cache, but for the headers, which take long."""
+    add = compile(add_one, [torch.ones(3)])  # so that there are headers
+    shared, own = toolchain.cache_folder(), tmp_path / "cache"
+    own.mkdir()
+    (own / "headers").symlink_to(shared / "headers", target_is_directory=True)
+    monkeypatch.setenv("NEURON_STREAMS_CACHE", str(own))
+    return own, add
+
+
+def test_a_key_says_what_is_computed_and_no_names():
+    one = keys(add_one, torch.ones(3))
+    assert one == keys(lambda other: other + 1, torch.ones(3))
+    assert one != keys(add_one, torch.ones(4))
+    assert one != keys(add_one, torch.ones(3, dtype=torch.float64))
+    assert one != keys(lambda x: x + 2, torch.ones(3))
+    assert one != keys(lambda x: x + 1.0, torch.ones(3))
+
+
+def test_a_key_knows_the_threads():
+    one = keys(add_one, torch.ones(3))
+    torch.set_num_threads(2)
+    try:
+        assert one != keys(add_one, torch.ones(3))
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_key_knows_nothing_of_weights():
+    assert keys(Deep(), *deep_inputs()) == keys(Deep(), *deep_inputs())
+
+
+def test_a_repeated_layer_is_one_library():
+    program = deep()._payload.content
+    assert len(program.libraries) == 3
+    assert len(program.steps) == 4 + 2 + 8
+
+
+def test_nothing_is_compiled_twice(commands):
+    pair()
+    commands.clear()
+    compile(lambda a, b: (a + b, a * 2), [torch.ones(2, 3), torch.ones(3)])
+    assert commands == []
+
+
+def test_a_damaged_library_is_compiled_again(own_cache, commands):
+    add = compile(add_one, [torch.ones(3)])
+    commands.clear()
+    path = add._payload.content.libraries[0].path
+    path.unlink()  # not truncated: this process has it mapped
+    path.write_bytes(b"damaged")
+    again = compile(add_one, [torch.ones(3)])
+    assert commands
+    assert ProgramHandle(again._payload.content).run([torch.ones(3)])[0].tolist() == [2, 2, 2]
+
+
+@pytest.mark.slow
+def test_what_the_short_way_cannot_do_is_compiled_as_torch_does(own_cache, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(library, "_INTERFACE", "this is in no text")
+    add = compile(add_one, [torch.ones(3)])
+    assert any("the short way failed" in message for message in caplog.messages)
+    assert ProgramHandle(add._payload.content).run([torch.ones(3)])[0].tolist() == [2, 2, 2]
+
+
+def test_settings_do_not_leak(own_cache):
+    before = dict(os.environ)
+    compile(add_one, [torch.ones(3)])
+    assert dict(os.environ) == before
+
+
+def test_an_operator_without_c_is_run_by_python(caplog):
+    caplog.set_level("INFO")
+
+    def triangles(x):
+        return torch.linalg.qr(x)[1].abs()
+
+    made = compile(triangles, [torch.ones(3, 3)])
+    assert made.target == "exported"
+    assert any("triangles runs as an exported graph" in message for message in caplog.messages)
+
+
+@pytest.mark.slow
+def test_processes_may_compile_the_same_at_once(own_cache):
+    code = (
+        "import torch; from neuron_streams import compile; torch.set_num_threads(1);"
+        "e = compile(lambda x: x * 3, [torch.ones(5)]);"
+        "print(e(torch.ones(5)).cpu().tolist())"
+    )
+    run = [sys.executable, "-W", "error", "-c", code]
+    processes = [subprocess.Popen(run, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate()[0].strip() for process in processes] == [str([3.0] * 5)] * 2
+    assert len(list((own_cache[0] / "libraries").iterdir())) == 1
