@@ -111,15 +111,19 @@ class NeuronTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: Callable[..., Any],
+        func: torch._ops.OpOverload[..., Any],
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         handler = _HANDLERS.get(func)
-        if handler is None:
+        if handler is not None:
+            return handler(*args, **(kwargs or {}))
+        # In inference mode composite operators such as aten.to arrive here whole.
+        result = func.decompose(*args, **(kwargs or {}))
+        if result is NotImplemented:
             raise _unsupported(str(func))
-        return handler(*args, **(kwargs or {}))
+        return result
 
 
 _WRAPPED = "neuron:0"

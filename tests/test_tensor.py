@@ -1,0 +1,95 @@
+"""NeuronTensor: a device tensor, a future."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import neuron_streams
+from neuron_streams.testing import Gate, ManualRuntime, use_runtime
+
+
+@pytest.fixture(autouse=True, params=["normal", "inference", "no_grad"])
+def mode(request):
+    neuron_streams.init()
+    modes = {"inference": torch.inference_mode, "no_grad": torch.no_grad}
+    with modes.get(request.param, torch.enable_grad)():
+        yield request.param
+
+
+def test_a_round_trip_keeps_values_shape_and_dtype(mode):
+    for dtype in (torch.float32, torch.int64, torch.bool, torch.bfloat16):
+        x = torch.tensor([[0, 1], [1, 0]]).to(dtype)
+        y = x.to("neuron")
+        assert (y.shape, y.dtype, y.device) == (x.shape, dtype, torch.device("neuron:0"))
+        assert torch.equal(y.cpu(), x)
+        assert torch.equal(y.to("cpu"), x)
+
+
+def test_reading_values(mode):
+    x = torch.tensor([3]).to("neuron")
+    assert x.item() == 3
+    assert x.tolist() == [3]
+    assert int(x) == 3
+    assert x.numpy(force=True).tolist() == [3]
+    with pytest.raises(TypeError, match="^can't convert neuron:0 device type tensor to numpy"):
+        x.numpy()
+
+
+def test_the_second_device(mode):
+    x = torch.arange(3).to("neuron:1")
+    assert x.device == torch.device("neuron:1")
+    assert x.get_device() == 1
+    y = x.to("neuron:0")
+    assert y.device == torch.device("neuron:0")
+    assert y.tolist() == [0, 1, 2]
+    assert x.to("neuron:1") is x
+
+
+def test_strides_and_offsets_of_the_host_tensor_do_not_matter(mode):
+    x = torch.arange(12).reshape(3, 4).t()[1:, ::2]
+    assert torch.equal(x.to("neuron").cpu(), x)
+
+
+def test_a_copy_casts(mode):
+    x = torch.empty(2, device="neuron")
+    x.copy_(torch.tensor([1, 2]))
+    assert x.tolist() == [1.0, 2.0]
+    out = torch.zeros(2, dtype=torch.int64)
+    out.copy_(x)
+    assert out.tolist() == [1, 2]
+
+
+def test_an_operator_says_that_it_is_not_there(mode):
+    x = torch.ones(2).to("neuron")
+    with pytest.raises(neuron_streams.UnsupportedError, match="eager operators on Neuron tensors"):
+        x + 1
+    with pytest.raises(NotImplementedError):
+        torch.matmul(x, x)
+
+
+def test_nobody_makes_one_by_hand(mode):
+    with pytest.raises(TypeError, match="device tensors are made by"):
+        neuron_streams.NeuronTensor([1])
+
+
+def test_repr_never_waits(mode):
+    with use_runtime(ManualRuntime()):
+        x = torch.ones(2).to("neuron")
+        y = torch.empty(2, device="neuron")
+        with Gate():
+            y.copy_(x)
+            assert repr(y).endswith("device='neuron:0', pending)")
+            assert not y.is_ready
+        assert y.tolist() == [1.0, 1.0]
+        assert repr(y).endswith("ready)")
+
+
+def test_reading_waits_for_its_own_ticket_only(mode):
+    with use_runtime(ManualRuntime()):
+        x, y = torch.ones(2).to("neuron"), torch.empty(2, device="neuron")
+        y.copy_(x)
+        busy = neuron_streams.Stream()
+        with Gate(busy):
+            assert y.tolist() == [1.0, 1.0]
+            assert not busy.query()
