@@ -1,4 +1,4 @@
-"""The command line: `neuron-streams doctor [--json]`."""
+"""The command line: `neuron-streams doctor [--json]`, `neuron-streams surface`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="what is in use here, why, and what to change")
     doctor.add_argument("--json", action="store_true", help="print JSON")
+    commands.add_parser("surface", help="every name of torch.cuda and what becomes of it")
     arguments = parser.parse_args(argv)
+    if arguments.command == "surface":
+        from neuron_streams.surface import markdown
+
+        print(markdown())
+        return 0
 
     from neuron_streams.doctor import examine
 

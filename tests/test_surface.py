@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,3 +134,9 @@ def test_the_table_shows_every_row():
     for row in ROWS:
         assert f"`{row.name}" in table
     assert surface.markdown("torch.neuron").count("\n") == len(surface.SPACES["torch.neuron"]) + 1
+
+
+def test_the_readme_shows_the_table():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    shown = readme.split("<!-- surface -->")[1].split("<!-- /surface -->")[0]
+    assert shown.strip() == surface.markdown().strip(), "put `neuron-streams surface` there again"
