@@ -107,15 +107,15 @@ def generate(options: argparse.Namespace) -> int:
         str(number): tokenizer.encode_chat(text) if text.strip() else []
         for number, text in enumerate(texts)
     }
-    longest = max(map(len, prompts.values()))
-    max_length = fitting(LENGTHS, longest + options.max_tokens)
+    sizes = [len(ids) for ids in prompts.values() if 0 < len(ids) < LENGTHS[-1]] or [1]
+    max_length = fitting(LENGTHS, max(sizes) + options.max_tokens)
     batch = min(len(prompts), LARGEST_BATCH)
     model = load(
         folder,
         max_length=max_length,
         num_slots=batch + 1,
         batch_buckets=(batch,),
-        prompt_buckets=sorted({fitting(BUCKETS, len(ids)) for ids in prompts.values()}),
+        prompt_buckets={fitting(BUCKETS, size) for size in sizes},
     )
     model.warm_up(sampled=options.temperature > 0, progress=sys.stderr.isatty())
     with DecodeLoop(model, async_scheduling=options.async_scheduling) as loop:
