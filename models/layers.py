@@ -7,16 +7,19 @@ often or wants them copied first.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from models.config import LlamaConfig
 
-__all__ = ["LayerWeights", "Weights", "attend", "project", "write"]
+__all__ = ["LayerWeights", "Weights", "attend", "materialise", "project", "write"]
 
 _FEW_ROWS = 8
 _SUMS = 16  # that the vector registers of a core hold
+_LARGE = 2**17  # elements; a smaller weight stays in a cache, however often it is read
 
 
 def project(rows: Tensor, weight: Tensor) -> Tensor:
@@ -26,12 +29,20 @@ def project(rows: Tensor, weight: Tensor) -> Tensor:
     read of the weight, at up to three times the speed of a CPU's BLAS. Bands of the weight go
     through the loop together, so that its sums do not wait for one another.
     """
-    count = rows.shape[0]
-    if count > _FEW_ROWS:
+    count, outputs = rows.shape[0], weight.shape[0]
+    if count > _FEW_ROWS or not written_out(rows):
         return functional.linear(rows, weight)
     rows = materialise(rows)
-    bands = weight.chunk(min(4, _SUMS // count))
-    return torch.stack([torch.cat([_dots(band, row) for band in bands]) for row in rows.unbind()])
+    if weight.numel() < _LARGE:
+        return _dots(weight, rows[:, None])
+    bands = weight.chunk(math.gcd(outputs, min(4, _SUMS // count)))
+    dots = torch.stack([_dots(band, row) for band in bands for row in rows.unbind()])
+    return dots.view(len(bands), count, -1).transpose(0, 1).reshape(count, outputs)
+
+
+def written_out(tensor: Tensor) -> bool:
+    """Whether to spell products for the loops of a CPU; a GPU's libraries do better."""
+    return tensor.device.type == "cpu"
 
 
 def materialise(tensor: Tensor) -> Tensor:
@@ -141,13 +152,21 @@ def attend(
     its group of queries stay inside the loops, and no part of the cache is copied.
     """
     dtype, (rows, heads, head_dim) = queries.dtype, queries.shape
-    kv_heads, length = keys.shape[1], keys.shape[2]
-    keys, values = keys[slots].float(), values[slots].float()
-    queries = materialise(queries.float() * head_dim**-0.5).view(rows, kv_heads, -1, head_dim)
-    seen = torch.arange(length, device=keys.device) <= positions[:, None, None]
-    mixed = []
-    for query in queries.unbind(2):
-        scores = torch.where(seen, (query[:, :, None] * keys).sum(-1), -torch.inf)
-        shares = torch.exp(scores - scores.amax(-1, keepdim=True))
-        mixed.append((shares[..., None] * values).sum(-2) / shares.sum(-1, keepdim=True))
+    seen = torch.arange(keys.shape[2], device=keys.device) <= positions[:, None, None]
+    keys, values = keys[slots], values[slots]
+    if not written_out(queries):
+        attended = functional.scaled_dot_product_attention(
+            queries[:, :, None], keys, values, attn_mask=seen[:, None], enable_gqa=True
+        )
+        return attended.reshape(rows, heads * head_dim)
+    queries = materialise(queries.float() * head_dim**-0.5)
+    queries = queries.view(rows, keys.shape[1], -1, head_dim)
+    mixed = [_mix(query, keys.float(), values.float(), seen) for query in queries.unbind(2)]
     return torch.stack(mixed, dim=2).reshape(rows, heads * head_dim).to(dtype)
+
+
+def _mix(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    """The values by the likeness of their keys to one query, for each row and key-value head."""
+    scores = torch.where(seen, (query[:, :, None] * keys).sum(-1), -torch.inf)
+    shares = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return (shares[..., None] * values).sum(-2) / shares.sum(-1, keepdim=True)

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from models.config import LlamaConfig
 from models.layers import Weights
 from models.sampling import SHORT_LIST
-from models.steps import GreedyDecode, GreedyPrefill, Remap, SampledDecode, SampledPrefill
+from models.steps import (
+    GatheredGreedyDecode,
+    GatheredSampledDecode,
+    GreedyDecode,
+    GreedyPrefill,
+    Remap,
+    SampledDecode,
+    SampledPrefill,
+)
 from neuron_streams.decode import SamplingTensors
 
 __all__ = ["Compile", "Llama", "LlamaConfig"]
@@ -24,6 +32,12 @@ __all__ = ["Compile", "Llama", "LlamaConfig"]
 Executable: TypeAlias = Callable[..., Any]
 _TABLES = ("temperatures", "top_ks", "top_ps", "seeds")
 _TABLE_TYPES = (torch.float32, torch.int32, torch.float32, torch.int64)
+_DECODE_STATE = {
+    "greedy_decode": ("kv_cache",),
+    "sampled_decode": ("kv_cache", *_TABLES),
+    "gathered_greedy_decode": ("kv_cache", "last_sampled"),
+    "gathered_sampled_decode": ("kv_cache", *_TABLES, "last_sampled"),
+}
 
 
 class Compile(Protocol):
@@ -69,7 +83,7 @@ class Llama:
         max_length: int = 512,
         num_slots: int = 9,
         batch_buckets: Iterable[int] = (1, 2, 4, 8),
-        prompt_buckets: Iterable[int] = (32, 128, 512),
+        prompt_buckets: Iterable[int] = (64, 128, 256, 512),
         device: torch.device | str | None = None,
         compile: Compile | None = None,  # noqa: A002
     ) -> None:
@@ -97,10 +111,10 @@ class Llama:
         """
         self._check_top_k(sampling.top_k)
         sampled = (sampling.temperature > 0).tolist()
-        for slot, wanted in zip(slots.tolist(), sampled, strict=True):
-            (self._sampling_slots.add if wanted else self._sampling_slots.discard)(slot)
         kind = "sampled_prefill" if any(sampled) else "greedy_prefill"
         executable = self._executable(kind, input_ids.shape[1])
+        for slot, wanted in zip(slots.tolist(), sampled, strict=True):
+            (self._sampling_slots.add if wanted else self._sampling_slots.discard)(slot)
         result: Tensor = executable(input_ids, lengths, slots, *sampling, *self._state.values())
         return result
 
@@ -110,11 +124,22 @@ class Llama:
         Raises:
             ValueError: No such bucket.
         """
+        return self._decode("", input_ids, positions, slots)
+
+    def decode_gather(self, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        """As `decode`; a negative id stands for the token last sampled for the row's slot.
+
+        Raises:
+            ValueError: No such bucket.
+        """
+        return self._decode("gathered_", input_ids, positions, slots)
+
+    def _decode(self, how: str, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         sampled = not self._sampling_slots.isdisjoint(slots.tolist())
-        kind = "sampled_decode" if sampled else "greedy_decode"
+        kind = how + ("sampled_decode" if sampled else "greedy_decode")
         executable = self._executable(kind, input_ids.shape[0])
-        tables = self._state.values() if sampled else [self._state["kv_cache"]]
-        result: Tensor = executable(input_ids, positions, slots, *tables)
+        state = [self._state[name] for name in _DECODE_STATE[kind]]
+        result: Tensor = executable(input_ids, positions, slots, *state)
         return result
 
     def remap(self, future: Tensor, index: Tensor) -> Tensor:
@@ -128,19 +153,22 @@ class Llama:
         batch_buckets: Iterable[int] | None = None,
         prompt_buckets: Iterable[int] | None = None,
         sampled: bool = False,
+        gather: bool = False,
         progress: bool = False,
     ) -> None:
         """Compile ahead of use: the buckets asked for, all when None. Host: blocks.
 
         Args:
             sampled: Also what a request with a temperature needs.
+            gather: The decode steps of `policy="gather"` instead of the others.
             progress: Show a bar on stderr.
         """
         rows = self.batch_buckets if batch_buckets is None else tuple(batch_buckets)
         lengths = self.prompt_buckets if prompt_buckets is None else tuple(prompt_buckets)
         kinds = ("greedy", "sampled") if sampled else ("greedy",)
         wanted = [(f"{kind}_prefill", size) for kind in kinds for size in lengths]
-        wanted += [(f"{kind}_decode", size) for kind in kinds for size in rows]
+        how = "gathered_" if gather else ""
+        wanted += [(f"{how}{kind}_decode", size) for kind in kinds for size in rows]
         for kind, size in _with_bar(wanted, progress):
             self._executable(kind, size)
 
@@ -165,8 +193,8 @@ class Llama:
         state = self._empty_state()
         if kind.endswith("decode"):
             inputs = {name: _ints(size) for name in ("input_ids", "positions", "slots")}
-            used = state if kind == "sampled_decode" else {"kv_cache": state["kv_cache"]}
-            return inputs | used, ("kv_cache",)
+            used = {name: state[name] for name in _DECODE_STATE[kind]}
+            return inputs | used, tuple(name for name in used if name not in _TABLES)
         rows = self.prefill_batch
         names = ("temperature", "top_k", "top_p", "seed")
         sampling = {
@@ -190,7 +218,7 @@ class Llama:
         state = {"kv_cache": torch.zeros(size, dtype=self.weights.embedding.dtype)}
         for name, dtype in zip(_TABLES, _TABLE_TYPES, strict=True):
             state[name] = torch.zeros(self.num_slots, dtype=dtype)
-        return state
+        return state | {"last_sampled": _ints(self.num_slots)}
 
     def _check_top_k(self, top_k: Tensor) -> None:
         largest = int(top_k.max())
@@ -206,6 +234,8 @@ _MODULES: dict[str, Callable[[Weights, int], nn.Module]] = {
     "sampled_prefill": SampledPrefill,
     "greedy_decode": GreedyDecode,
     "sampled_decode": SampledDecode,
+    "gathered_greedy_decode": GatheredGreedyDecode,
+    "gathered_sampled_decode": GatheredSampledDecode,
 }
 
 

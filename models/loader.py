@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from models.llama import Llama
 
 __all__ = ["folder_of", "load", "load_weights"]
 
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 
 
@@ -41,7 +43,7 @@ def folder_of(path_or_id: str | Path) -> Path:
     folder = Path(path_or_id)
     if folder.is_dir():
         return folder
-    if not isinstance(path_or_id, str) or len(folder.parts) != 2 or folder.parts[0] in (".", ".."):
+    if not isinstance(path_or_id, str) or not _HUB_ID.fullmatch(path_or_id):
         raise FileNotFoundError(
             f"{path_or_id} is no folder; give a Hugging Face model folder or a hub id, owner/name"
         )
@@ -95,7 +97,8 @@ def _files(folder: Path) -> list[Path]:
             raise ValueError(f"{index} is corrupt ({error}); fetch it again") from error
         found = [folder / name for name in shards]
     else:
-        found = sorted(folder.glob("*.safetensors")) or [folder / "model.safetensors"]
+        single = folder / "model.safetensors"
+        found = [single] if single.is_file() else sorted(folder.glob("*.safetensors")) or [single]
     for path in found:
         if not path.is_file():
             raise FileNotFoundError(f"{path} is not there; fetch the model again")

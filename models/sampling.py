@@ -1,9 +1,9 @@
 """Sampling on the device: greedy, temperature, top-k, top-p, with a counter-based generator.
 
 Every function is plain tensor arithmetic with static shapes, so it traces into the executable that
-computed the logits. There is no generator state: the uniform of a draw is Philox4x32-10 keyed by
-the request's seed, with the position of the token as its counter. So a token depends on the seed,
-the position and the logits, never on the batch that it was drawn in.
+computed the logits. There is no generator state: the uniform of a draw is Philox2x32-10 of the
+request's seed and the position of the token. So a token depends on the seed, the position and the
+logits, never on the batch that it was drawn in.
 
 Top-k and top-p look at a short list of the `SHORT_LIST` largest logits, as the samplers of
 Neuron's own libraries do: a sort of the whole vocabulary costs seven times as much, and an exact
@@ -13,21 +13,19 @@ vocabulary is drawn from.
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import torch
 from torch import Tensor
+
+from models.layers import materialise
 
 __all__ = ["SHORT_LIST", "greedy", "philox", "sample", "uniform"]
 
 SHORT_LIST = 1024
 """How many of the largest logits top-k and top-p look at; a larger top-k cannot be had."""
 
-Word: TypeAlias = Tensor | int
-
 _MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+_MULTIPLIER = 0xD256D193
+_WEYL = 0x9E3779B9
 _ROUNDS = 10
 
 
@@ -88,28 +86,22 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
 
     Of 23 bits, so that its product with a float32 total stays below the total.
     """
-    word = philox((position.long() & _MASK, 0, 0, 0), (seed & _MASK, (seed >> 32) & _MASK))[0]
-    return (torch.as_tensor(word) >> 9).to(torch.float32) * 2.0**-23
+    word, _ = philox(position.long() & _MASK, (seed >> 32) & _MASK, seed & _MASK)
+    return (word >> 9).to(torch.float32) * 2.0**-23
 
 
-def philox(
-    counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]
-) -> tuple[Word, Word, Word, Word]:
-    """Philox4x32-10 of Salmon et al., 2011: 32-bit words, held in int64."""
-    a, b, c, d = counter
-    left, right = key
-    for _ in range(_ROUNDS):
-        high_a, low_a = _multiply(_MULTIPLIERS[0], a)
-        high_c, low_c = _multiply(_MULTIPLIERS[1], c)
-        a, b, c, d = high_c ^ b ^ left, low_c, high_a ^ d ^ right, low_a
-        left, right = (left + _WEYL[0]) & _MASK, (right + _WEYL[1]) & _MASK
-    return a, b, c, d
+def philox(left: Tensor, right: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Philox2x32-10 of Salmon et al., 2011: the words of the counter, 32 bits held in int64."""
+    for number in range(_ROUNDS):
+        high, low = _multiply(left)
+        left = materialise(high ^ ((key + number * _WEYL) & _MASK) ^ right)
+        right = materialise(low)
+    return left, right
 
 
-def _multiply(constant: int, word: Word) -> tuple[Word, Word]:
-    """High and low word of a 32 by 32 bit product; in halves, which an int64 can hold."""
-    upper = constant * (word >> 16)
-    lower = constant * (word & 0xFFFF)
-    high = (upper + (lower >> 16)) >> 16
-    low = (((upper & 0xFFFF) << 16) + lower) & _MASK
+def _multiply(word: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low word of the 64-bit product, by half the odd multiplier: an int64 holds that."""
+    half = word * (_MULTIPLIER >> 1)
+    high = (half + (word >> 1)) >> 31
+    low = (((half & (_MASK >> 1)) << 1) + word) & _MASK
     return high, low

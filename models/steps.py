@@ -14,7 +14,15 @@ from torch.nn import functional
 from models.layers import LayerWeights, Weights, attend, write
 from models.sampling import greedy, sample
 
-__all__ = ["GreedyDecode", "GreedyPrefill", "Remap", "SampledDecode", "SampledPrefill"]
+__all__ = [
+    "GatheredGreedyDecode",
+    "GatheredSampledDecode",
+    "GreedyDecode",
+    "GreedyPrefill",
+    "Remap",
+    "SampledDecode",
+    "SampledPrefill",
+]
 
 
 class DecodeLayer(nn.Module):
@@ -123,6 +131,51 @@ class SampledDecode(GreedyDecode):
         return sample(logits, *parameters, positions + 1)
 
 
+class GatheredGreedyDecode(GreedyDecode):
+    """A greedy decode step whose negative ids stand for the token last sampled for the slot."""
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        kv_cache: Tensor,
+        last_sampled: Tensor,
+    ) -> Tensor:
+        known = _gather(input_ids, slots, last_sampled)
+        return _scatter(super().forward(known, positions, slots, kv_cache), slots, last_sampled)
+
+
+class GatheredSampledDecode(SampledDecode):
+    """A sampled decode step of the same kind."""
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        kv_cache: Tensor,
+        temperatures: Tensor,
+        top_ks: Tensor,
+        top_ps: Tensor,
+        seeds: Tensor,
+        last_sampled: Tensor,
+    ) -> Tensor:
+        known = _gather(input_ids, slots, last_sampled)
+        tables = temperatures, top_ks, top_ps, seeds
+        tokens = super().forward(known, positions, slots, kv_cache, *tables)
+        return _scatter(tokens, slots, last_sampled)
+
+
+def _gather(input_ids: Tensor, slots: Tensor, last_sampled: Tensor) -> Tensor:
+    return torch.where(input_ids < 0, last_sampled[slots.long()], input_ids)
+
+
+def _scatter(tokens: Tensor, slots: Tensor, last_sampled: Tensor) -> Tensor:
+    last_sampled.index_put_((slots.long(),), tokens)
+    return tokens
+
+
 class GreedyPrefill(_Step):
     """A prefill step that takes the likeliest token; it keeps the parameters of the slots too."""
 
@@ -155,6 +208,7 @@ class GreedyPrefill(_Step):
         top_ks: Tensor,
         top_ps: Tensor,
         seeds: Tensor,
+        last_sampled: Tensor,
     ) -> Tensor:
         logits = self.logits(input_ids, lengths, slots, kv_cache)
         where = (slots.long(),)
@@ -162,7 +216,8 @@ class GreedyPrefill(_Step):
         top_ks.index_put_(where, top_k)
         top_ps.index_put_(where, top_p)
         seeds.index_put_(where, seed)
-        return self.choose(logits, temperature, top_k, top_p, seed, lengths)
+        tokens = self.choose(logits, temperature, top_k, top_p, seed, lengths)
+        return _scatter(tokens, slots, last_sampled)
 
 
 class SampledPrefill(GreedyPrefill):

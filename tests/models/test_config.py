@@ -55,8 +55,8 @@ def test_generation_config_has_the_last_word_on_end_tokens(tmp_path):
 def test_rotations_are_those_of_transformers(scaling):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    from tests.models.peer import in_transformers
     from models.toy import weights
+    from tests.models.peer import in_transformers
 
     config = dataclasses.replace(CONFIG, head_dim=16, rope_scaling=scaling)
     theirs = LlamaRotaryEmbedding(in_transformers(weights(config=config)).config)

@@ -7,8 +7,8 @@ from torch.export import export
 from models import toy
 from models.config import RopeScaling
 from models.layers import attend, project, write
-from models.llama import Llama
-from models.steps import GreedyDecode, GreedyPrefill, SampledDecode, SampledPrefill
+from models.llama import _MODULES, Llama
+from models.steps import GreedyDecode, GreedyPrefill
 from tests.models.peer import in_transformers
 from tests.models.reference import compile_eager
 
@@ -21,8 +21,10 @@ CONFIGS = {
 }
 
 
+@pytest.mark.parametrize("written_out", [True, False])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_are_those_of_transformers(name):
+def test_logits_are_those_of_transformers(name, written_out, monkeypatch):
+    monkeypatch.setattr("models.layers.written_out", lambda tensor: written_out)
     weights = toy.weights(3, CONFIGS[name])
     peer = in_transformers(weights)
     prompts = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -45,12 +47,24 @@ def test_logits_are_those_of_transformers(name):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 9, 40])
 @pytest.mark.parametrize("outputs", [1, 3, 32, 97])
-def test_project_is_a_product_with_the_transposed_weight(rows, outputs):
+@pytest.mark.parametrize("large", [1, 2**17])
+def test_project_is_a_product_with_the_transposed_weight(rows, outputs, large, monkeypatch):
+    monkeypatch.setattr("models.layers._LARGE", large)
     left, weight = torch.randn(rows, 24), torch.randn(outputs, 24)
     torch.testing.assert_close(project(left, weight), left @ weight.T)
 
 
-def test_attend_looks_at_its_own_slot_up_to_its_position():
+@pytest.mark.parametrize("large", [1, 2**17])
+def test_a_row_of_few_does_not_depend_on_the_others(large, monkeypatch):
+    monkeypatch.setattr("models.layers._LARGE", large)
+    left, weight = torch.randn(8, 24), torch.randn(32, 24)
+    together = project(left, weight)
+    assert all(torch.equal(project(left[:n], weight), together[:n]) for n in range(1, 9))
+
+
+@pytest.mark.parametrize("written_out", [True, False])
+def test_attend_looks_at_its_own_slot_up_to_its_position(written_out, monkeypatch):
+    monkeypatch.setattr("models.layers.written_out", lambda tensor: written_out)
     queries = torch.randn(2, 4, 8)
     keys, values = torch.randn(3, 2, 10, 8), torch.randn(3, 2, 10, 8)
     positions, slots = torch.tensor([4, 0]), torch.tensor([2, 1])
@@ -74,19 +88,17 @@ def test_write_puts_keys_and_values_where_they_belong():
     assert torch.equal(kv, wanted)
 
 
+ONE_LAYER = dataclasses.replace(toy.CONFIG, num_hidden_layers=1)
+
+
 @pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")  # torch.export's own
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("kind", ["greedy_decode", "sampled_decode", "sampled_prefill"])
-def test_every_module_is_traceable(kind, strict):
-    made = Llama(toy.weights(), max_length=16, device="cpu", compile=compile_eager)
-    size = 16 if kind.endswith("prefill") else 2
-    inputs, mutates = made._inputs(kind, size)
-    classes = {
-        "greedy_decode": GreedyDecode,
-        "sampled_decode": SampledDecode,
-        "sampled_prefill": SampledPrefill,
-    }
-    program = export(classes[kind](made.weights, 16), tuple(inputs.values()), strict=strict)
-    program = program.run_decompositions({})
-    written = program.graph_signature.user_inputs_to_mutate.values()
-    assert set(written) == set(mutates)
+@pytest.mark.parametrize(
+    ("kind", "strict"),
+    [("greedy_decode", True), ("sampled_decode", False), ("sampled_prefill", False)],
+)
+def test_every_step_is_traceable(kind, strict):
+    made = Llama(toy.weights(config=ONE_LAYER), max_length=16, device="cpu", compile=compile_eager)
+    inputs, mutates = made._inputs(kind, 16 if kind.endswith("prefill") else 2)
+    module = _MODULES[kind](made.weights, 16)
+    program = export(module, tuple(inputs.values()), strict=strict).run_decompositions({})
+    assert set(program.graph_signature.user_inputs_to_mutate.values()) == set(mutates)

@@ -107,6 +107,24 @@ def test_input_ids_may_be_the_future_of_the_step_before(wanted):
     assert len({token.data_ptr() for token in tokens}) == len(tokens)
 
 
+def test_a_gathered_step_knows_the_token_last_sampled_for_a_slot(wanted):
+    made = model()
+    requests = [Request(PROMPTS[0], 4), fresh(SAMPLED[2], 2), Request(PROMPTS[1], 1)]
+    alone = [run(model(), fresh(request, 1), 8) for request in requests]
+    for request in requests:
+        prefill(made, request)
+    first, second, third = requests
+    steps = [(first, second), (third, first), (second, third), (first, third), (third, second)]
+    for rows in steps:
+        ids = [-1 if row is not third else row.tokens[-1] for row in rows]
+        at = [len(row.prompt) + len(row.tokens) - 1 for row in rows]
+        future = made.decode_gather(ints(ids), ints(at), ints([row.slot for row in rows]))
+        for row, token in zip(rows, future.tolist(), strict=True):
+            row.tokens.append(token)
+    for request, tokens in zip(requests, alone, strict=True):
+        assert request.tokens == tokens[: len(request.tokens)]
+
+
 @given(st.permutations(range(4)))
 def test_remap_gathers_rows(index: Sequence[int]):
     future = ints([11, 22, 33, 44])
@@ -250,3 +268,20 @@ def test_bfloat16_stays_close_to_float32():
     tokens = run(halved, Request(PROMPTS[0], 1), 8)
     assert all(0 <= token < 97 for token in tokens)
     assert any(one != other for one, other in pairwise(tokens))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compiled_executables_give_the_same_tokens():
+    eager = [run(model(), fresh(request, 1), 12) for request in SAMPLED]
+    made = toy.toy(batch_buckets=(4,), prompt_buckets=(16,))
+    requests = [fresh(request, 5 - slot) for slot, request in enumerate(SAMPLED, 1)]
+    for request in requests:
+        prefill(made, request)
+    for _ in range(11):
+        decode(made, requests)
+    assert [request.tokens for request in requests] == eager
+    future = made.remap(
+        made.decode(ints([0] * 4), ints([0] * 4), ints([0] * 4)), ints([3, 1, 0, 2])
+    )
+    assert future.shape == (4,)

@@ -102,7 +102,9 @@ def test_a_corrupt_index_is_named(tmp_path, content):
         load_weights(tmp_path)
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-7], lambda data: b"", lambda data: b"x" * 99])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-7], lambda data: b"", lambda data: b"x" * 99]
+)
 def test_a_corrupt_file_is_named(tmp_path, damage):
     write_folder(tmp_path, toy.weights())
     path = tmp_path / "model.safetensors"
@@ -127,7 +129,9 @@ def test_tensors_that_do_not_fit_the_config_are_named(tmp_path):
 def test_an_architecture_that_is_not_llama_is_refused(tmp_path):
     write_folder(tmp_path, toy.weights())
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["GPT2LMHeadModel"]}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"architectures": ["GPT2LMHeadModel"]})
+    )
     with pytest.raises(ValueError, match="is of a GPT2LMHeadModel"):
         load(tmp_path)
 
