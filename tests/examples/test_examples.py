@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,8 +15,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*command, timeout=110, code=0, **env):
-    import os
-
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=ROOT,
@@ -47,6 +46,46 @@ def test_decode_loop_chains_remaps_and_synchronizes():
         *["synchronized", "chained", "chained", "chained"],
     ]
     assert "tokens as in a plain loop" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_generate_answers_the_same_text_in_both_modes():
+    one = run("examples/generate.py", "--stats", timeout=500).stdout
+    two = run("examples/generate.py", "--stats", "--no-async-scheduling", timeout=500).stdout
+    text, stats = one.rstrip().rsplit("\n", 1)
+    assert "Paris" in text
+    found = re.fullmatch(
+        r"(\d+) tokens, [\d.]+ tokens/s, (\d+) async steps, (\d+) fallbacks \((.*)\)", stats
+    )
+    assert int(found[2]) > int(found[3]) > 0
+    assert "prefill 3" in found[4]
+    synchronous, stats = two.rstrip().rsplit("\n", 1)
+    assert synchronous == text
+    assert re.fullmatch(r"(\d+) tokens, [\d.]+ tokens/s, 0 async steps, 0 fallbacks", stats)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--model", "/no/such/model"], "/no/such/model is no folder"),
+        (["--max-tokens", "0", "Hi"], "max_tokens is 0; it must be 1 or more"),
+        (["--temperature", "-1", "Hi"], "temperature is -1.0"),
+    ],
+)
+def test_generate_refuses_bad_input_in_one_sentence(arguments, sentence):
+    said = run("examples/generate.py", *arguments, code=1).stderr
+    assert said.startswith("generate: ")
+    assert sentence in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_generate_refuses_a_prompt_and_goes_on_with_the_others():
+    said = run("examples/generate.py", "", "What is the capital of France?", code=1, timeout=500)
+    assert "prompt 1: Request '0' has an empty prompt" in said.stderr
+    assert "Paris" in said.stdout
 
 
 @pytest.mark.gpu
