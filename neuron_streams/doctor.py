@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 
 from neuron_streams._runtime import process, toolchain
+from neuron_streams._runtime.emulated import EmulatedRuntime
+from neuron_streams._runtime.port import Runtime
 from neuron_streams.device import get_device_name, init, is_initialized
 
 __all__ = ["Report", "examine"]
@@ -27,6 +29,7 @@ class Report:
 
     runtime: str
     why: str
+    worker: str
     devices: list[str]
     implicit_waits: bool
     versions: dict[str, str | None]
@@ -45,6 +48,7 @@ class Report:
         found = {name: version or "not installed" for name, version in self.versions.items()}
         lines = [
             f"runtime         {self.runtime}: {self.why}",
+            f"workers         {self.worker}",
             f"devices         {len(self.devices)}: {', '.join(self.devices)}",
             f"implicit waits  {'on' if self.implicit_waits else 'off'}",
             *(f"{name:15} {version}" for name, version in found.items()),
@@ -67,6 +71,7 @@ def examine() -> Report:
     return Report(
         runtime=runtime.name,
         why=process.why(),
+        worker=_worker(runtime),
         devices=[f"neuron:{i} {get_device_name(i)}" for i in range(runtime.device_count())],
         implicit_waits=os.environ.get("NEURON_STREAMS_IMPLICIT_WAITS", "1") != "0",
         versions=_versions(),
@@ -78,6 +83,12 @@ def examine() -> Report:
         threads=torch.get_num_threads(),
         advice=list(_advice(native, cxx, cc, cache)),
     )
+
+
+def _worker(runtime: Runtime) -> str:
+    if isinstance(runtime, EmulatedRuntime):
+        return f"{runtime.worker}: {runtime.why}"
+    return "none: the runtime needs no threads of ours"
 
 
 def has_native_streams() -> bool:
@@ -120,7 +131,10 @@ def _advice(native: bool, cxx: str | None, cc: str | None, cache: Path) -> list[
             " with the same results, slower and holding the GIL"
         )
     elif cc is None:
-        advice.append("Install cc: without a C compiler a chain of libraries is driven from Python")
+        advice.append(
+            "Install cc: without a C compiler the device starts its next command only when Python "
+            "lets go of the GIL"
+        )
     if Path("/dev/neuron0").exists():
         advice.append("There is a Neuron device, which this version does not drive yet")
     if not os.access(cache if cache.exists() else _nearest(cache), os.W_OK):

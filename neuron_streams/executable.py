@@ -232,9 +232,8 @@ def _is_on_host(
 
 def _fresh(tensor: torch.Tensor, device: int) -> Buffer:
     """A buffer that no command has named yet, with the contents of a host tensor."""
-    copy = tensor.clone(memory_format=torch.contiguous_format)
-    buffer = context().runtime.allocate(device, copy.nbytes)
-    buffer.storage = copy.untyped_storage()
+    buffer = context().runtime.allocate(device, tensor.nbytes)
+    buffer.fill(tensor)
     return buffer
 
 

@@ -87,7 +87,7 @@ def from_host(source: torch.Tensor, device: int) -> View:
     """A contiguous device copy of a host tensor. Host: copies at once. Stream: nobody."""
     size = tuple(source.shape)
     view = empty(size, contiguous(size), source.dtype, device)
-    write_fresh(view, source)
+    view.buffer.fill(source)
     return view
 
 

@@ -10,6 +10,7 @@ another only for work that it cannot take itself.
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import sys
@@ -37,7 +38,7 @@ __all__ = ["EmulatedRuntime"]
 
 log = logging.getLogger(__name__)
 
-EXIT_SECONDS = 1.0  # for work in flight at interpreter exit; the process is gone within two
+EXIT_SECONDS = 0.75  # for work in flight at interpreter exit; the process is gone within two
 
 
 class EmulatedRuntime(Runtime):
@@ -128,7 +129,7 @@ def _choose(asked: str | None) -> tuple[str, str]:
     from neuron_streams._runtime.worker.library import why_not
 
     variable = os.environ.get("NEURON_STREAMS_WORKER", "").strip().lower()
-    wanted = asked or variable or "python"
+    wanted = asked or variable or "auto"
     if wanted not in ("auto", "native", "python"):
         raise ValueError(
             f"NEURON_STREAMS_WORKER={wanted!r} names no worker; use auto, native or python"
@@ -159,6 +160,8 @@ _registered = False
 def _close_living() -> None:
     for runtime in list(_living):
         runtime.close(EXIT_SECONDS)
+    if _living:
+        gc.freeze()  # to look for garbage in all of torch, beside a busy thread, takes seconds
 
 
 def _close_at_exit() -> None:

@@ -348,7 +348,7 @@ class NativeWorkers:
                 yield self._commands[key], Ticket(lane, value), bool(running)
 
     def _leave(self) -> None:
-        in_flight = self._library.join(self._runtime, 4 * SLICE) > 0
+        in_flight = self._library.join(self._runtime, 2 * SLICE) > 0
         for thread in self._servers:
             if thread is not threading.current_thread():
                 thread.join(0.05)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -256,34 +257,36 @@ def test_an_input_that_another_device_still_makes(compiled):
 
 
 EXIT = """
-import torch, neuron_streams
+import time, torch, neuron_streams
 torch.set_num_threads(1)
 def long(x):
-    for _ in range(60):
-        x = torch.tanh(x @ x)
+    for _ in range(4):
+        x = x @ x
     return x
-exe = neuron_streams.compile(long, [torch.zeros(1200, 1200)])
-x = torch.zeros(1200, 1200).to("neuron")
-for _ in range({queued}):
+exe = neuron_streams.compile(long, [torch.zeros(4000, 4000)])
+x = torch.zeros(4000, 4000).to("neuron")
+for _ in range(3):
     x = exe(x)
-print(neuron_streams.context.context().runtime.worker, flush=True)
+runtime = neuron_streams.context.context().runtime
+print(runtime.worker, time.monotonic(), flush=True)
 """
 
 
 @pytest.mark.parametrize("worker", ["native", "python"])
-@pytest.mark.parametrize("queued", [1, 40])
-def test_the_process_ends_with_an_execution_in_flight(worker, queued):
-    runs = int(os.environ.get("NEURON_STREAMS_EXITS", "2"))
-    for _ in range(runs):
+def test_the_process_ends_with_an_execution_in_flight(worker):
+    for _ in range(int(os.environ.get("NEURON_STREAMS_EXITS", "1"))):
         done = subprocess.run(
-            [sys.executable, "-c", EXIT.format(queued=queued)],
+            [sys.executable, "-c", EXIT],
             capture_output=True,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "NEURON_STREAMS_WORKER": worker},
             timeout=100,
             check=False,
         )
-        assert (done.returncode, done.stderr, done.stdout) == (0, "", f"{worker}\n")
+        over = time.monotonic()
+        used, last = done.stdout.split()
+        assert (done.returncode, done.stderr, used) == (0, "", worker)
+        assert over - float(last) < 10, "a second for the device, the rest for a busy machine"
 
 
 def test_waiters_leave_when_the_runtime_is_closed(runtime):

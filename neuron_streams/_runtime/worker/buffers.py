@@ -36,8 +36,9 @@ class NativeBuffer(Buffer):
         ledger.add(nbytes)
         self.writer = None
         self.named = False
-        self.words = _Words(0, 0, nbytes)
-        self.address = addressof(self.words)
+        self.words = words = _Words()
+        words[_NBYTES] = nbytes
+        self.address = addressof(words)
         self._library = library
         self._storage: torch.UntypedStorage | None = None
         self._failure: Failure | None = None
@@ -59,7 +60,8 @@ class NativeBuffer(Buffer):
             self._library.point(self.address, storage.data_ptr())
 
     def fill(self, source: torch.Tensor) -> None:
-        if type(source) is not torch.Tensor or not source.is_contiguous() or source.is_neg():
+        lazy = source.is_neg() or source.is_conj()
+        if type(source) is not torch.Tensor or lazy or not source.is_contiguous():
             super().fill(source)
             return
         fill = self._library.fill if self.nbytes <= SMALL_COPY else self._library.fill_slowly

@@ -88,14 +88,17 @@ class Messages:
         if program is None:
             return None
         inputs, outputs = command.inputs, command.outputs
-        words = [program, len(inputs), len(outputs)]
         try:
-            words += [view.buffer.address for view in inputs]  # type: ignore[attr-defined]
-            words += [view.offset and view.offset * view.dtype.itemsize for view in inputs]
-            words += [buffer.address for buffer in outputs]  # type: ignore[attr-defined]
+            return [
+                program,
+                len(inputs),
+                len(outputs),
+                *[view.buffer.address for view in inputs],  # type: ignore[attr-defined]
+                *[view.offset and view.offset * view.dtype.itemsize for view in inputs],
+                *[buffer.address for buffer in outputs],  # type: ignore[attr-defined]
+            ]
         except AttributeError:  # not a buffer of ours
             return None
-        return words
 
     def _copy(self, command: Copy) -> list[int] | None:
         source, target = command.source, command.target

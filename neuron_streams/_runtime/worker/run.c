@@ -97,7 +97,7 @@ NS_EXPORT void ns_release(void *owner) { torch.release(owner); }
 /* Fresh memory for a buffer that no command has named, filled from the host. */
 NS_EXPORT int32_t ns_fill(ns_buffer *buffer, const void *source) {
     if (ensure_memory(buffer)) return 1;
-    memcpy(buffer->data, source, (size_t)buffer->nbytes);
+    if (buffer->nbytes) memcpy(buffer->data, source, (size_t)buffer->nbytes);
     return 0;
 }
 
