@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from models.chunks import GreedyChunk, SampledChunk
 from models.config import LlamaConfig
 from models.layers import Weights
 from models.sampling import SHORT_LIST
@@ -109,13 +110,27 @@ class Llama:
         Raises:
             ValueError: No such bucket, or `top_k` beyond what the sampler looks at.
         """
+        return self._prefill("", (input_ids, lengths, slots), sampling)
+
+    def prefill_chunk(
+        self,
+        input_ids: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        slots: Tensor,
+        sampling: SamplingTensors,
+    ) -> Tensor:
+        """As `prefill`, on slots that hold `starts` tokens already."""
+        return self._prefill("chunked_", (input_ids, starts, lengths, slots), sampling)
+
+    def _prefill(self, how: str, inputs: tuple[Tensor, ...], sampling: SamplingTensors) -> Tensor:
         self._check_top_k(sampling.top_k)
-        sampled = (sampling.temperature > 0).tolist()
-        kind = "sampled_prefill" if any(sampled) else "greedy_prefill"
-        executable = self._executable(kind, input_ids.shape[1])
+        sampled, slots = (sampling.temperature > 0).tolist(), inputs[-1]
+        kind = how + ("sampled_prefill" if any(sampled) else "greedy_prefill")
+        executable = self._executable(kind, inputs[0].shape[1])
         for slot, wanted in zip(slots.tolist(), sampled, strict=True):
             (self._sampling_slots.add if wanted else self._sampling_slots.discard)(slot)
-        result: Tensor = executable(input_ids, lengths, slots, *sampling, *self._state.values())
+        result: Tensor = executable(*inputs, *sampling, *self._state.values())
         return result
 
     def decode(self, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
@@ -127,11 +142,7 @@ class Llama:
         return self._decode("", input_ids, positions, slots)
 
     def decode_gather(self, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        """As `decode`; a negative id stands for the token last sampled for the row's slot.
-
-        Raises:
-            ValueError: No such bucket.
-        """
+        """As `decode`; a negative id stands for the token last sampled for the row's slot."""
         return self._decode("gathered_", input_ids, positions, slots)
 
     def _decode(self, how: str, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
@@ -203,6 +214,7 @@ class Llama:
         }
         inputs = {
             "input_ids": torch.zeros(rows, size, dtype=torch.int32),
+            **({"starts": _ints(rows)} if kind.startswith("chunked") else {}),
             "lengths": torch.ones(rows, dtype=torch.int32),
             "slots": _ints(rows),
         }
@@ -232,6 +244,8 @@ class Llama:
 _MODULES: dict[str, Callable[[Weights, int], nn.Module]] = {
     "greedy_prefill": GreedyPrefill,
     "sampled_prefill": SampledPrefill,
+    "chunked_greedy_prefill": GreedyChunk,
+    "chunked_sampled_prefill": SampledChunk,
     "greedy_decode": GreedyDecode,
     "sampled_decode": SampledDecode,
     "gathered_greedy_decode": GatheredGreedyDecode,

@@ -7,6 +7,8 @@ compiler compiles one of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,6 +24,8 @@ __all__ = [
     "Remap",
     "SampledDecode",
     "SampledPrefill",
+    "Step",
+    "keep",
 ]
 
 
@@ -71,13 +75,15 @@ class PrefillLayer(nn.Module):
         return w.finish(hidden, attended.transpose(1, 2).reshape(hidden.shape[0], -1))
 
 
-class _Step(nn.Module):
+class Step(nn.Module):
     """What is the same in all steps: the layers, one after another, and the rotations."""
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, weights: Weights, max_length: int, layer: type[DecodeLayer | PrefillLayer]):
+    def __init__(
+        self, weights: Weights, max_length: int, layer: Callable[[LayerWeights], nn.Module]
+    ) -> None:
         super().__init__()
         self.weights = weights
         self.layers = nn.ModuleList(layer(block) for block in weights.blocks)
@@ -91,7 +97,7 @@ class _Step(nn.Module):
         return hidden
 
 
-class GreedyDecode(_Step):
+class GreedyDecode(Step):
     """A decode step that takes the likeliest token of each row."""
 
     def __init__(self, weights: Weights, max_length: int) -> None:
@@ -176,7 +182,7 @@ def _scatter(tokens: Tensor, slots: Tensor, last_sampled: Tensor) -> Tensor:
     return tokens
 
 
-class GreedyPrefill(_Step):
+class GreedyPrefill(Step):
     """A prefill step that takes the likeliest token; it keeps the parameters of the slots too."""
 
     def __init__(self, weights: Weights, max_length: int) -> None:
@@ -210,14 +216,23 @@ class GreedyPrefill(_Step):
         seeds: Tensor,
         last_sampled: Tensor,
     ) -> Tensor:
+        parameters = temperature, top_k, top_p, seed
         logits = self.logits(input_ids, lengths, slots, kv_cache)
-        where = (slots.long(),)
-        temperatures.index_put_(where, temperature)
-        top_ks.index_put_(where, top_k)
-        top_ps.index_put_(where, top_p)
-        seeds.index_put_(where, seed)
-        tokens = self.choose(logits, temperature, top_k, top_p, seed, lengths)
-        return _scatter(tokens, slots, last_sampled)
+        tokens = self.choose(logits, *parameters, lengths)
+        return keep(tokens, slots, parameters, (temperatures, top_ks, top_ps, seeds), last_sampled)
+
+
+def keep(
+    tokens: Tensor,
+    slots: Tensor,
+    parameters: Sequence[Tensor],
+    tables: Sequence[Tensor],
+    last_sampled: Tensor,
+) -> Tensor:
+    """Write what the later steps of the slots need into their tables; returns the tokens."""
+    for table, parameter in zip(tables, parameters, strict=True):
+        table.index_put_((slots.long(),), parameter)
+    return _scatter(tokens, slots, last_sampled)
 
 
 class SampledPrefill(GreedyPrefill):

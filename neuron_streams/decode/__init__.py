@@ -4,18 +4,26 @@ It runs on `neuron_streams` or, with `streams=torch.cuda`, on a GPU. `DecodeLoop
 the parts are public for those who build a loop of their own.
 
     request.py    what a caller asks for and gets
+    schedule.py   a step, as data
     scheduler.py  who runs next, in which slot
     batch.py      the host's view of the rows of a step
     runner.py     one step on the model, and the async flow between steps
+    gather.py     the same without ever breaking that flow
+    pending.py    what is pending between the steps of a runner
     output.py     tokens on their way to the host, and the output thread
-    loop.py       the depth-2 queue around all of it
+    queue.py      launched steps whose tokens have not been handed out
+    loop.py       what drives all of it
+    generate.py   prompts in, an iterator out
     model.py      what a model must offer
     stats.py      what is counted
 """
 
 from neuron_streams.decode.batch import CachedRequestState as CachedRequestState
 from neuron_streams.decode.batch import InputBatch as InputBatch
+from neuron_streams.decode.gather import GatherRunner as GatherRunner
 from neuron_streams.decode.loop import DecodeLoop as DecodeLoop
+from neuron_streams.decode.model import ChunkModel as ChunkModel
+from neuron_streams.decode.model import GatherModel as GatherModel
 from neuron_streams.decode.model import Model as Model
 from neuron_streams.decode.model import SamplingTensors as SamplingTensors
 from neuron_streams.decode.output import AsyncModelRunnerOutput as AsyncModelRunnerOutput
@@ -25,6 +33,6 @@ from neuron_streams.decode.request import RequestOutput as RequestOutput
 from neuron_streams.decode.request import RequestStatus as RequestStatus
 from neuron_streams.decode.request import SamplingParams as SamplingParams
 from neuron_streams.decode.runner import ModelRunner as ModelRunner
+from neuron_streams.decode.schedule import SchedulerOutput as SchedulerOutput
 from neuron_streams.decode.scheduler import Scheduler as Scheduler
-from neuron_streams.decode.scheduler import SchedulerOutput as SchedulerOutput
 from neuron_streams.decode.stats import DecodeStats as DecodeStats

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from neuron_streams.decode.model import SamplingTensors
 from neuron_streams.decode.request import RequestKey, SamplingParams
 
-__all__ = ["PLACEHOLDER", "CachedRequestState", "InputBatch"]
+__all__ = ["PLACEHOLDER", "CachedRequestState", "InputBatch", "ModelInput", "bucket_of"]
 
 PLACEHOLDER = -1
 """Stands in `token_ids_cpu` for a token that is not known on the host; never to reach a device."""
 
 
+class ModelInput(NamedTuple):
+    """Arguments of a step.
+
+    For a prefill `sampling` is set and `positions` are the lengths of the rows; `starts` is set
+    where it goes on behind tokens that the slots hold already.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    sampling: SamplingTensors | None = None
+    starts: torch.Tensor | None = None
+
+
 @dataclass(slots=True, eq=False)
 class CachedRequestState:
-    """A request as a model runner keeps it, in the batch or not."""
+    """A request as a model runner keeps it, in the batch or not.
+
+    `sampled_position` is that of the newest token sampled for it by a launched step. `failed`: one
+    of its steps has failed, so its tokens will never be known.
+    """
 
     key: RequestKey
     prompt_token_ids: list[int]
@@ -27,6 +47,8 @@ class CachedRequestState:
     slot: int
     num_computed_tokens: int = 0
     output_token_ids: list[int] = field(default_factory=list)
+    sampled_position: int | None = None
+    failed: bool = False
 
     @property
     def is_decode(self) -> bool:
@@ -102,24 +124,31 @@ class InputBatch:
             self.token_ids_cpu[row][position] = token_id
         state.output_token_ids.append(token_id)
 
-    def decode_tensors(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`input_ids`, `positions` and `slots`, fresh int32 [num_rows], padding rows all 0."""
-        states = self.states
-        positions = [state.num_computed_tokens for state in states]
-        input_ids = [row[at] for row, at in zip(self.token_ids_cpu, positions, strict=False)]
-        slots = [state.slot for state in states]
-        padding = [0] * (num_rows - len(states))
-        return _int32(input_ids + padding), _int32(positions + padding), _int32(slots + padding)
-
-    def prefill_tensors(
-        self, lengths: Sequence[int], width: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`input_ids` int32 [n, width], padded with 0; `lengths` and `slots` int32 [n]."""
-        input_ids = [
-            row[:length] + [0] * (width - length)
-            for row, length in zip(self.token_ids_cpu, lengths, strict=False)
+    def decode_input(self, num_rows: int) -> ModelInput:
+        """Fresh int32 [num_rows] each; padding rows are all 0, and so are those that failed."""
+        rows = [
+            (0, 0, 0) if state.failed else (tokens[at], at, state.slot)
+            for state, tokens in zip(self.states, self.token_ids_cpu, strict=False)
+            for at in (state.num_computed_tokens,)
         ]
-        return _int32(input_ids), _int32(lengths), _int32([state.slot for state in self.states])
+        rows += [(0, 0, 0)] * (num_rows - len(rows))
+        input_ids, positions, slots = map(_int32, zip(*rows, strict=True))
+        return ModelInput(input_ids, positions, slots)
+
+    def prefill_input(self, lengths: Sequence[int], width: int) -> ModelInput:
+        """`input_ids` int32 [n, width], padded with 0, from where each request stands."""
+        starts = [state.num_computed_tokens for state in self.states]
+        input_ids = [
+            tokens[start : start + length] + [0] * (width - length)
+            for tokens, start, length in zip(self.token_ids_cpu, starts, lengths, strict=False)
+        ]
+        return ModelInput(
+            _int32(input_ids),
+            _int32(lengths),
+            _int32([state.slot for state in self.states]),
+            self.sampling_tensors(),
+            _int32(starts) if any(starts) else None,
+        )
 
     def sampling_tensors(self) -> SamplingTensors:
         """The rows' sampling parameters, fresh tensors [n]."""
@@ -130,6 +159,11 @@ class InputBatch:
             torch.tensor([p.top_p for p in params], dtype=torch.float32),
             torch.tensor([state.seed for state in self.states], dtype=torch.int64),
         )
+
+
+def bucket_of(buckets: Sequence[int], size: int) -> int:
+    """The smallest bucket that holds `size`."""
+    return buckets[bisect.bisect_left(buckets, size)]
 
 
 def _int32(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:

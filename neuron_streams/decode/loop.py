@@ -6,23 +6,22 @@ and `ModelRunner` its worker, here on one thread.
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from types import ModuleType
 
+from neuron_streams.decode.gather import GatherRunner
+from neuron_streams.decode.generate import generate
 from neuron_streams.decode.model import Model
-from neuron_streams.decode.output import ModelRunnerOutput, OutputHandler, Streams, resolve_streams
+from neuron_streams.decode.output import OutputHandler, Streams, resolve_streams
+from neuron_streams.decode.queue import BatchQueue
 from neuron_streams.decode.request import RequestOutput, SamplingParams
 from neuron_streams.decode.runner import ModelRunner
-from neuron_streams.decode.scheduler import Scheduler, SchedulerOutput
+from neuron_streams.decode.scheduler import Scheduler
 from neuron_streams.decode.stats import DecodeStats
-from neuron_streams.errors import UnsupportedError
 
 __all__ = ["DecodeLoop"]
 
@@ -30,26 +29,28 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeLoop:
-    """Generates for many requests at a time on one model.
+    """Generates for many requests at a time on one model, driven by one thread.
 
-    One thread drives it. It runs on the stream that is current when it is made.
+    It runs on the stream that is current when it is made.
 
     Args:
         model: What to run; see `Model`.
         streams: The stream namespace: None is `neuron_streams`; `torch.cuda` runs the same loop
             on a GPU.
-        policy: What to do when the batch changes: `"materialize"` reads pending tokens on the
-            critical path, as the seed does.
-        depth: Steps scheduled before the oldest is waited for. In asynchronous mode only.
+        policy: `"materialize"`, as the seed: pending tokens are read when the batch changes.
+            `"gather"`: they are not, the device takes each row's last token from a table of its
+            own; for a model that has `decode_gather`. In asynchronous mode.
+        depth: Steps scheduled before the oldest is waited for, in asynchronous mode.
         async_scheduling: False waits for each step before the next is scheduled.
-        output_thread: False leaves reading the outputs to `step` and `pump`, for tests that
-            control every move.
+        output_thread: False leaves reading the outputs to `step` and `pump`, for tests.
         max_batch_size: Most requests that run at a time; the model's largest batch bucket if None.
+        watchdog: Seconds for which one step may be waited for; then the loop ends with a
+            TimeoutError that names the step and its requests. None waits for ever.
 
     Raises:
-        UnsupportedError: Another policy.
-        ValueError: depth or max_batch_size below 1, or asynchronous with a model that does not
-            sample on the device.
+        UnsupportedError: policy="gather" and a model without `decode_gather`.
+        ValueError: Another policy, depth or max_batch_size below 1, asynchronous with a model that
+            does not sample on the device, or a watchdog with no output thread to watch.
     """
 
     def __init__(
@@ -62,27 +63,26 @@ class DecodeLoop:
         async_scheduling: bool = True,
         output_thread: bool = True,
         max_batch_size: int | None = None,
+        watchdog: float | None = None,
     ) -> None:
-        if policy != "materialize":
-            raise UnsupportedError(
-                f"DecodeLoop(policy={policy!r}): absent. Only 'materialize' is built; pass that."
-            )
-        if depth < 1:
-            raise ValueError(f"depth is {depth}; it must be 1 or more.")
+        _check_options(policy, depth, watchdog, async_scheduling and output_thread)
         self.stats = DecodeStats()
         self.max_concurrent_batches = depth if async_scheduling else 1
         self.scheduler = Scheduler(model, max_batch_size=max_batch_size, stats=self.stats)
-        self.runner = ModelRunner(
+        self.output_handler = OutputHandler(threaded=output_thread)
+        self.batch_queue = BatchQueue(self.output_handler, self.stats, watchdog)
+        runner = GatherRunner if policy == "gather" and async_scheduling else ModelRunner
+        self.runner = runner(
             model,
             resolve_streams(streams),
             async_scheduling=async_scheduling,
             max_concurrent_batches=self.max_concurrent_batches,
             stats=self.stats,
+            before_read=self.batch_queue.before_read,
         )
-        self.output_handler = OutputHandler(threaded=output_thread)
-        self.batch_queue: deque[tuple[Future[ModelRunnerOutput], SchedulerOutput]] = deque()
         self._undelivered: list[RequestOutput] = []
         self._failure: BaseException | None = None
+        self._step_error: Exception | None = None
         self._closed = False
         # A loop that is dropped unclosed must not leave its thread behind.
         weakref.finalize(self, self.output_handler.async_output_queue.put, None)
@@ -92,15 +92,20 @@ class DecodeLoop:
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
     ) -> None:
-        """Queue a request. Host: returns at once.
+        """Queue a request; a lower `priority` is more urgent. Host: returns at once.
+
+        An urgent request may take the slot of one that is less urgent, which then computes its
+        tokens again when its turn comes, and goes on with the same tokens.
 
         Raises:
             ValueError: The id is in use, or the prompt is empty, too long or not of this model's
                 vocabulary. Other requests go on.
         """
         self._check_open("add_request")
-        self.scheduler.add_request(request_id, prompt_token_ids, sampling_params)
+        self.scheduler.add_request(request_id, prompt_token_ids, sampling_params, priority)
 
     def abort_request(self, request_id: str) -> bool:
         """End a request; False if none of that id is unfinished. Host: returns at once.
@@ -113,18 +118,37 @@ class DecodeLoop:
             self._undelivered.append(output)
         return output is not None
 
+    def pause_request(self, request_id: str) -> bool:
+        """Run no further step of a request; False if none of that id is unfinished.
+
+        Tokens in flight still arrive. It keeps its slot until another request needs it, and after
+        that computes its tokens again once it is resumed. Host: returns at once.
+        """
+        return self.scheduler.pause_request(request_id)
+
+    def resume_request(self, request_id: str) -> bool:
+        """Undo a pause; False if no request of that id is unfinished. Host: returns at once."""
+        return self.scheduler.resume_request(request_id)
+
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything left to do: requests, steps in flight, outputs to give."""
-        return bool(self.scheduler.unfinished_request_ids or self.batch_queue or self._undelivered)
+        """Whether `step` has anything to do: requests, steps in flight, outputs to give.
+
+        A paused request alone gives it nothing to do.
+        """
+        return bool(self.scheduler.has_work or self.batch_queue or self._undelivered)
 
     def step(self) -> list[RequestOutput]:
         """Launch a step if one is due, and give the tokens that have arrived, if any.
 
+        A step that fails on the device ends its own requests with finish reason `"error"` and the
+        cause as `error`; the others go on.
+
         Host: blocks for the oldest step once `depth` are in flight or nothing else can run.
 
         Raises:
-            Exception: The first cause of a failure on the device, in the model or in the output
-                thread. The loop has then ended: every later call raises the same.
+            Exception: The first cause of a failure after which nothing can go on: a launch was
+                refused, the output thread failed, the watchdog gave up. The loop has then ended:
+                every later call raises the same.
         """
         self._check_open("step")
         with self.stats.stepping():
@@ -147,7 +171,8 @@ class DecodeLoop:
     ) -> Iterator[RequestOutput]:
         """Queue prompts and iterate over their outputs as the tokens arrive.
 
-        Dropping the iterator, once it has begun, aborts what has not finished.
+        Dropping the iterator, once it has begun, aborts what has not finished. It ends where all
+        that has not is paused.
 
         Args:
             prompts: Token ids of each prompt.
@@ -157,18 +182,7 @@ class DecodeLoop:
         Raises:
             ValueError: As `add_request`; none of the prompts is queued then.
         """
-        ids = [str(n) for n in range(len(prompts))] if request_ids is None else list(request_ids)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params: list[SamplingParams | None] = [sampling_params] * len(prompts)
-        else:
-            params = list(sampling_params)
-        if not len(ids) == len(params) == len(prompts):
-            raise ValueError(
-                f"generate got {len(prompts)} prompts, {len(params)} sampling_params and"
-                f" {len(ids)} request_ids; give one of each for every prompt."
-            )
-        self._add_all(ids, prompts, params)
-        return self._outputs_of(set(ids))
+        return generate(self, prompts, sampling_params, request_ids)
 
     def pump(self) -> bool:
         """Read the oldest output that no one has read, on this thread; False if there is none.
@@ -191,7 +205,7 @@ class DecodeLoop:
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.batch_queue:
             if deadline is not None:
-                self._wait_for_oldest(deadline)
+                self.batch_queue.wait_for_oldest(deadline)
             self._undelivered += self._retire_oldest()
         outputs, self._undelivered = self._undelivered, []
         return outputs
@@ -202,13 +216,12 @@ class DecodeLoop:
         Returns:
             The ids of the requests that had not finished; their last outputs are lost.
         """
-        unfinished = self.scheduler.unfinished_request_ids
         if self._closed:
             return ()
+        unfinished = self.scheduler.unfinished_request_ids
         deadline = time.monotonic() + timeout
-        readable = self.output_handler.threaded or all(step.done() for step, _ in self.batch_queue)
         try:
-            if self._failure is None and readable:
+            if self._failure is None and self.batch_queue.may_be_read:
                 self.drain(timeout)
         except Exception as error:
             logger.warning("the decode loop was closed with steps in flight: %s", error)
@@ -232,39 +245,29 @@ class DecodeLoop:
             self.runner.execute_model(scheduler_output)
             if not scheduler_output.num_scheduled_tokens:
                 return False
-            future = self.output_handler.handle_output(self.runner.sample_tokens())
-            self.batch_queue.append((future, scheduler_output))
+            self.batch_queue.put(scheduler_output, self.runner.sample_tokens())
             return True
 
     def _retire_oldest(self) -> list[RequestOutput]:
-        future, scheduler_output = self.batch_queue[0]
         with self._ending_on(Exception):
-            with self.stats.waiting():
-                while not (self.output_handler.threaded or future.done()):
-                    self.pump()
-                output = future.result()
-            self.batch_queue.popleft()
+            scheduler_output, output = self.batch_queue.take_oldest()
+            if output.error is not None:
+                logger.error("a step failed, and its requests with it: %r", output.error)
+            self._step_error = output.error
             return self.scheduler.update_from_output(scheduler_output, output)
-
-    def _wait_for_oldest(self, deadline: float) -> None:
-        future, scheduler_output = self.batch_queue[0]
-        left = max(0.0, deadline - time.monotonic())
-        if self.output_handler.threaded and concurrent.futures.wait([future], left).not_done:
-            ids = ", ".join(repr(key.request_id) for key in scheduler_output.num_scheduled_tokens)
-            raise TimeoutError(
-                f"{len(self.batch_queue)} steps are in flight and the oldest has not ended; it is"
-                f" of requests {ids}. Wait longer, or close() the loop."
-            )
 
     @contextmanager
     def _ending_on(self, kind: type[BaseException]) -> Iterator[None]:
         try:
             yield
         except kind as error:
-            self._failure = error
+            # What the device refuses after a failed step, it refuses because of that.
+            self._failure = self._step_error or error
             self.scheduler.fail_all()
             self.batch_queue.clear()
-            raise
+            if self._failure is error:
+                raise
+            raise self._failure from error
 
     def _check_open(self, what: str) -> None:
         if self._closed:
@@ -272,35 +275,14 @@ class DecodeLoop:
         if self._failure is not None:
             raise self._failure
 
-    def _add_all(
-        self,
-        ids: Sequence[str],
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[SamplingParams | None],
-    ) -> None:
-        added = []
-        try:
-            for request_id, prompt, each in zip(ids, prompts, params, strict=True):
-                self.add_request(request_id, prompt, each)
-                added.append(request_id)
-        except Exception:
-            for request_id in added:
-                self.scheduler.abort_request(request_id)
-            raise
 
-    def _outputs_of(self, ids: set[str]) -> Iterator[RequestOutput]:
-        try:
-            while ids and self.has_unfinished_requests():
-                outputs = self.step()
-                # Another iterator's, or the caller's own: left for their next step.
-                self._undelivered += [out for out in outputs if out.request_id not in ids]
-                for output in outputs:
-                    if output.request_id in ids:
-                        if output.finished:
-                            ids.discard(output.request_id)
-                        yield output
-            if not self.scheduler.unfinished_request_ids:
-                self._undelivered = self.drain()
-        finally:
-            for request_id in ids:
-                self.scheduler.abort_request(request_id)
+def _check_options(policy: str, depth: int, watchdog: float | None, has_thread: bool) -> None:
+    if policy not in ("materialize", "gather"):
+        raise ValueError(f"policy is {policy!r}; choose 'materialize' or 'gather'.")
+    if depth < 1:
+        raise ValueError(f"depth is {depth}; it must be 1 or more.")
+    if watchdog is not None and not has_thread:
+        raise ValueError(
+            "watchdog needs the output thread, since it is the thread's waiting that is watched;"
+            " leave async_scheduling and output_thread True, or pass no watchdog."
+        )

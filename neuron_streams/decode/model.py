@@ -6,7 +6,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Model", "SamplingTensors"]
+__all__ = ["FROM_DEVICE", "ChunkModel", "GatherModel", "Model", "SamplingTensors"]
+
+FROM_DEVICE = -1
+"""In the ids of `decode_gather`: the token that the device sampled last for the row's slot."""
 
 
 class SamplingTensors(NamedTuple):
@@ -31,7 +34,7 @@ class Model(Protocol):
 
     A model that cannot honour every `SamplingParams` also has `check_sampling(params)`, which the
     scheduler calls at admission and which raises ValueError: a refusal later, in `prefill`, would
-    end the loop for all.
+    end the loop for all. `GatherModel` and `ChunkModel` are what a model may offer beyond this.
     """
 
     @property
@@ -107,4 +110,55 @@ class Model(Protocol):
         Args:
             future: int32 [B], a device tensor.
             index: int32 [B], a host tensor.
+        """
+
+
+class GatherModel(Model, Protocol):
+    """A model that keeps `last_sampled`, int32 [num_slots], on the device.
+
+    Every step, `prefill` included, scatters its sampled tokens into it by slot, and
+    `decode_gather` gathers its input from it: so a row may come from any earlier step, whatever
+    has joined, left or moved since. `policy="gather"` needs this.
+    """
+
+    def decode_gather(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """As `decode`, all in one executable with the gather.
+
+        Args:
+            input_ids: int32 [B], a host tensor: the token at `positions[i]` where the host knows
+                it, `FROM_DEVICE` where it is `last_sampled[slots[i]]`.
+            positions: int32 [B].
+            slots: int32 [B]. Padding rows have slot 0, position 0 and id 0.
+        """
+
+
+class ChunkModel(Model, Protocol):
+    """A model that can go on with a prompt where an earlier step has ended.
+
+    Prompts may then be longer than the largest prompt bucket. Without it the scheduler refuses
+    them, and has tokens that are too many for one bucket after a preemption decoded one by one.
+    """
+
+    def prefill_chunk(
+        self,
+        input_ids: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        sampling: SamplingTensors,
+    ) -> torch.Tensor:
+        """As `prefill`, on slots that already hold `starts[i]` tokens, at least 1.
+
+        Args:
+            input_ids: int32 [n, P]: the tokens at `starts[i]` and after, padded with 0. Padding may
+                reach beyond `max_length`; it must touch nothing but the scratch slot.
+            starts: int32 [n].
+            lengths: int32 [n], the real length of each row of `input_ids`, at least 1.
+            slots: int32 [n].
+            sampling: As for `prefill`.
+
+        Returns:
+            int32 [n], a future: the token at position `starts[i] + lengths[i]` of each row.
         """

@@ -72,17 +72,38 @@ def resolve_streams(streams: Streams | ModuleType | None) -> Streams:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """The tokens of a step: `sampled_token_ids[i]` are the new ones of `req_ids[i]`."""
+    """The tokens of a step: `sampled_token_ids[i]` are the new ones of `req_ids[i]`.
+
+    `error` is why there are none, where the step failed.
+    """
 
     req_ids: list[RequestKey]
     req_id_to_index: dict[RequestKey, int]
     sampled_token_ids: list[list[int]]
+    error: Exception | None = None
 
     @classmethod
-    def from_host(cls, req_ids: list[RequestKey], tokens: torch.Tensor) -> ModelRunnerOutput:
-        """From a host tensor of one token a row; rows beyond the requests are padding."""
+    def from_host(
+        cls,
+        req_ids: list[RequestKey],
+        tokens: torch.Tensor,
+        partial: frozenset[RequestKey] = frozenset(),
+    ) -> ModelRunnerOutput:
+        """From a host tensor of one token a row; rows beyond the requests are padding.
+
+        What was sampled for a `partial` request follows a piece of its prompt: it is no token.
+        """
+        sampled = [
+            [] if key in partial else [token]
+            for key, token in zip(req_ids, tokens.tolist(), strict=False)
+        ]
+        return cls(req_ids, {key: row for row, key in enumerate(req_ids)}, sampled)
+
+    @classmethod
+    def of_failure(cls, req_ids: list[RequestKey], error: Exception) -> ModelRunnerOutput:
+        """Of a step that failed, as a whole."""
         index = {key: row for row, key in enumerate(req_ids)}
-        return cls(req_ids, index, [[token] for token in tokens.tolist()[: len(req_ids)]])
+        return cls(req_ids, index, [[] for _ in req_ids], error)
 
 
 class AsyncModelRunnerOutput:
@@ -97,6 +118,7 @@ class AsyncModelRunnerOutput:
         compute_stream: The stream that produces it.
         copy_stream: The stream to copy it on.
         streams: The namespace that both belong to.
+        partial: The requests of which this step computes a piece of the prompt and no token.
     """
 
     def __init__(
@@ -106,11 +128,14 @@ class AsyncModelRunnerOutput:
         compute_stream: StreamLike,
         copy_stream: StreamLike,
         streams: Streams,
+        partial: frozenset[RequestKey] = frozenset(),
     ) -> None:
         self.req_ids = req_ids
+        self.error: Exception | None = None
+        self._partial = partial
+        self._streams = streams
         self._lock = threading.Lock()
         self._output: ModelRunnerOutput | None = None
-        self._error: Exception | None = None
         self._device_tokens: torch.Tensor | None = sampled_token_ids
         copy_stream.wait_stream(compute_stream)
         with streams.stream(copy_stream):
@@ -120,8 +145,8 @@ class AsyncModelRunnerOutput:
 
     @property
     def done(self) -> bool:
-        """Whether the value, or the exception, is there for `get_output` to give at once."""
-        return self._output is not None or self._error is not None
+        """Whether the value, or the `error`, is there for `get_output` to give at once."""
+        return self._output is not None or self.error is not None
 
     def ready(self) -> bool:
         """Whether `get_output` would not wait for the device. Host: returns at once."""
@@ -142,19 +167,47 @@ class AsyncModelRunnerOutput:
         with self._lock:
             if not self.done:
                 self._read_copy()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         assert self._output is not None
         return self._output
 
     def _read_copy(self) -> None:
+        assert self._device_tokens is not None
+        tokens, error = self._host_tokens, self._wait()
+        if error is not None:
+            tokens, error = self._read_again(self._device_tokens, error)
+        if tokens is not None:
+            self._output = ModelRunnerOutput.from_host(self.req_ids, tokens, self._partial)
+        self.error = error
+        self._device_tokens = self._host_tokens = None
+
+    def _wait(self) -> Exception | None:
         try:
             self._copied.synchronize()
-            assert self._host_tokens is not None
-            self._output = ModelRunnerOutput.from_host(self.req_ids, self._host_tokens)
         except Exception as error:
-            self._error = error
-        self._device_tokens = self._host_tokens = None
+            if not self._copied.query():
+                raise  # the waiting has failed, not the step
+            return error
+        return None
+
+    def _read_again(
+        self, tokens: torch.Tensor, told: Exception
+    ) -> tuple[torch.Tensor | None, Exception | None]:
+        """The tokens, or the step's own failure; what was `told` where nothing runs any more.
+
+        An event tells of whatever failed before it on its stream, a read of the tensor only of what
+        the tensor came from. On a fresh stream, since the others wait for later steps.
+        """
+        try:
+            stream = self._streams.Stream(device=tokens.device)
+        except Exception:
+            return None, told
+        try:
+            with self._streams.stream(stream):
+                return tokens.to("cpu"), None
+        except Exception as error:
+            return None, error
 
 
 Pending: TypeAlias = tuple[AsyncModelRunnerOutput, "Future[ModelRunnerOutput]"]

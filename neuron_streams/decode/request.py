@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Request", "RequestKey", "RequestOutput", "RequestStatus", "SamplingParams"]
+from neuron_streams.decode.model import Model
+
+__all__ = [
+    "Request",
+    "RequestKey",
+    "RequestOutput",
+    "RequestStatus",
+    "SamplingParams",
+    "check_prompt",
+]
 
 
 class RequestKey(NamedTuple):
@@ -84,8 +94,10 @@ class SamplingParams:
 class Request:
     """A request as the scheduler keeps it.
 
-    `num_computed_tokens` and `num_in_flight` run ahead of the device: they count what has been
-    launched. Each launched step that names the request is in flight until its output is read.
+    The counts run ahead of the device, they are of what has been launched. `num_in_flight` steps
+    name the request and have not been read; `num_output_placeholders` of them will each bring a
+    token. Where it runs it first prefills `prefill_token_ids`: its prompt, and after a preemption
+    all that had been generated. `arrived_at` and `token_times` are `time.perf_counter`'s.
     """
 
     key: RequestKey
@@ -93,20 +105,37 @@ class Request:
     params: SamplingParams
     max_tokens: int
     seed: int
+    priority: int = 0
+    arrival: int = 0
+    arrived_at: float = 0.0
     slot: int | None = None
     status: RequestStatus = RequestStatus.WAITING
+    paused: bool = False
+    prefill_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_in_flight: int = 0
+    num_output_placeholders: int = 0
     output_token_ids: list[int] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
+    error: Exception | None = None
 
     @property
     def request_id(self) -> str:
         return self.key.request_id
 
     @property
-    def may_decode(self) -> bool:
-        """Whether a further step is wanted, counting the tokens that are still in flight."""
-        return len(self.output_token_ids) + self.num_in_flight < self.max_tokens
+    def order(self) -> tuple[int, int]:
+        """Who goes first has the least; who is preempted first has the largest."""
+        return self.priority, self.arrival
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_computed_tokens < len(self.prefill_token_ids)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the last token that it may have is in flight."""
+        return len(self.output_token_ids) + self.num_output_placeholders >= self.max_tokens
 
     def status_after(self, token_id: int, eos_token_ids: frozenset[int]) -> RequestStatus:
         """The status once `token_id`, already appended, is known."""
@@ -124,6 +153,7 @@ class Request:
             new_token_ids,
             len(self.output_token_ids),
             self.status.finish_reason,
+            self.error,
         )
 
 
@@ -132,14 +162,39 @@ class RequestOutput:
     """New tokens of one request, or its end.
 
     `finish_reason`: None while it runs, then `"stop"` (an end-of-sequence or stop token),
-    `"length"` or `"abort"`. `num_output_tokens` counts the tokens given out so far, these included.
+    `"length"`, `"abort"` or `"error"`, with the cause as `error`. `num_output_tokens` counts the
+    tokens given out so far, these included.
     """
 
     request_id: str
     new_token_ids: tuple[int, ...]
     num_output_tokens: int
     finish_reason: str | None = None
+    error: Exception | None = None
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+def check_prompt(model: Model, request_id: str, prompt: Sequence[int]) -> None:
+    """Refuse what a model cannot take.
+
+    Raises:
+        ValueError: The prompt is empty, too long, or has ids outside the vocabulary.
+    """
+    if not prompt:
+        raise ValueError(f"Request {request_id!r} has an empty prompt; give it one token at least.")
+    longest = model.max_length - 1
+    if not hasattr(model, "prefill_chunk"):
+        longest = min(longest, model.prompt_buckets[-1])
+    if len(prompt) > longest:
+        raise ValueError(
+            f"Request {request_id!r} has a prompt of {len(prompt)} tokens; this model takes"
+            f" {longest} at most. Shorten it, or build the model for longer prompts."
+        )
+    if not 0 <= min(prompt) <= max(prompt) < model.vocab_size:
+        raise ValueError(
+            f"Request {request_id!r} has token ids from {min(prompt)} to {max(prompt)}; this"
+            f" model knows 0 to {model.vocab_size - 1}. Use the model's own tokenizer."
+        )

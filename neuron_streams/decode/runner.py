@@ -12,41 +12,24 @@ Source: the seed, "Step-by-Step Flow" and "How Do We Break the Async Flow Safely
 
 from __future__ import annotations
 
-import bisect
 import logging
-from collections import deque
-from typing import NamedTuple, TypedDict
+from collections.abc import Callable
+from typing import cast
 
 import torch
 
-from neuron_streams.decode.batch import CachedRequestState, InputBatch
-from neuron_streams.decode.model import Model, SamplingTensors
+from neuron_streams.decode.batch import CachedRequestState, InputBatch, ModelInput, bucket_of
+from neuron_streams.decode.model import ChunkModel, Model
 from neuron_streams.decode.output import AsyncModelRunnerOutput, ModelRunnerOutput, Streams
+from neuron_streams.decode.pending import AsyncExecutionBuffer, PendingOutputs
 from neuron_streams.decode.request import RequestKey
-from neuron_streams.decode.scheduler import SchedulerOutput
+from neuron_streams.decode.schedule import SchedulerOutput
 from neuron_streams.decode.stats import DecodeStats
 from neuron_streams.errors import UnsupportedError
 
-__all__ = ["AsyncExecutionBuffer", "ModelInput", "ModelRunner"]
+__all__ = ["ModelRunner"]
 
 logger = logging.getLogger(__name__)
-
-
-class AsyncExecutionBuffer(TypedDict, total=False):
-    """The bridge between consecutive steps; `async_output` is read only to break the flow."""
-
-    futures_sampled_token_ids: torch.Tensor
-    prev_req_ids_ordered: list[RequestKey]
-    async_output: AsyncModelRunnerOutput
-
-
-class ModelInput(NamedTuple):
-    """Arguments of a step: `positions` are the lengths, and `sampling` is set, for a prefill."""
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    sampling: SamplingTensors | None = None
 
 
 class ModelRunner:
@@ -60,6 +43,7 @@ class ModelRunner:
             retires them itself.
         max_concurrent_batches: Outputs that may be pending before a further step waits.
         stats: Where to count.
+        before_read: Called before the runner waits for an output, to wait in a way of its own.
 
     Raises:
         ValueError: Asynchronous, and the model does not sample on the device.
@@ -74,6 +58,7 @@ class ModelRunner:
         is_output_rank: bool = True,
         max_concurrent_batches: int = 2,
         stats: DecodeStats | None = None,
+        before_read: Callable[[AsyncModelRunnerOutput], None] | None = None,
     ) -> None:
         if async_scheduling and not model.on_device_sampling:
             raise ValueError(
@@ -91,10 +76,12 @@ class ModelRunner:
         rows = max(model.batch_buckets[-1], model.prefill_batch)
         self.input_batch = InputBatch(rows, model.max_length)
         self.async_execution_buffer: AsyncExecutionBuffer = {}
-        self.execute_model_state: torch.Tensor | None = None
-        self._max_pending = max_concurrent_batches
-        self._pending_outputs: deque[AsyncModelRunnerOutput] = deque()
+        self.execute_model_state: torch.Tensor | Exception | None = None
+        self._pending_outputs = PendingOutputs(
+            max_concurrent_batches, is_output_rank, self.stats, before_read
+        )
         self._batch_composition_changed = False
+        self._partial_req_ids: frozenset[RequestKey] = frozenset()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Launch a step and keep what it will give in `execute_model_state`.
@@ -110,7 +97,8 @@ class ModelRunner:
                 "execute_model was called twice: call sample_tokens to take the step before."
             )
         if self.use_async_scheduling:
-            self._write_back_materialized_outputs()
+            for output in self._pending_outputs.retire_done():
+                self._update_batch_state_with_samples(output)
             self._check_batch_composition(scheduler_output)
         self._update_states(scheduler_output)
         if not scheduler_output.num_scheduled_tokens:
@@ -122,7 +110,7 @@ class ModelRunner:
             if self.use_async_scheduling:
                 model_input, reason = self._swap_in_future(scheduler_output, model_input)
             self.execute_model_state = self._execute_model_forward(model_input)
-        self.stats.count_launch(decode=model_input.sampling is None)
+        self._note_launch(scheduler_output)
         if self.use_async_scheduling:
             self.stats.count_path(reason)
 
@@ -179,13 +167,13 @@ class ModelRunner:
         return all(state.is_decode for state in self.input_batch.states)
 
     def _prepare_model_input(self, scheduler_output: SchedulerOutput) -> ModelInput:
-        if self._is_decode():
-            rows = _bucket(self.model.batch_buckets, self.input_batch.num_reqs)
-            return ModelInput(*self.input_batch.decode_tensors(rows))
         lengths = [scheduler_output.num_scheduled_tokens[key] for key in self.input_batch.req_ids]
-        width = _bucket(self.model.prompt_buckets, max(lengths))
-        tensors = self.input_batch.prefill_tensors(lengths, width)
-        return ModelInput(*tensors, self.input_batch.sampling_tensors())
+        goes_on = any(state.num_computed_tokens for state in self.input_batch.states)
+        # A model that cannot go on with a prompt is made to by decoding what the host knows.
+        if goes_on and (self._is_decode() or not hasattr(self.model, "prefill_chunk")):
+            return self.input_batch.decode_input(bucket_of(self.model.batch_buckets, len(lengths)))
+        width = bucket_of(self.model.prompt_buckets, max(lengths))
+        return self.input_batch.prefill_input(lengths, width)
 
     def _swap_in_future(
         self, scheduler_output: SchedulerOutput, model_input: ModelInput
@@ -217,26 +205,57 @@ class ModelRunner:
         index[: len(req_ids)] = torch.tensor([prev_row[key] for key in req_ids])
         return self.model.remap(future, index), True
 
-    def _execute_model_forward(self, model_input: ModelInput) -> torch.Tensor:
-        input_ids, positions, slots, sampling = model_input
-        if sampling is not None:
+    def _execute_model_forward(self, model_input: ModelInput) -> torch.Tensor | Exception:
+        input_ids, positions, slots, sampling, starts = model_input
+        if sampling is None:
+            sampled_token_ids = self._decode(input_ids, positions, slots)
+        elif starts is None:
             sampled_token_ids = self.model.prefill(input_ids, positions, slots, sampling)
         else:
-            sampled_token_ids = self.model.decode(input_ids, positions, slots)
+            model = cast("ChunkModel", self.model)
+            sampled_token_ids = model.prefill_chunk(input_ids, starts, positions, slots, sampling)
         if self.use_async_scheduling:
             return sampled_token_ids
         with self.stats.waiting():
+            return self._read_now(sampled_token_ids)
+
+    def _decode(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        return self.model.decode(input_ids, positions, slots)
+
+    def _read_now(self, sampled_token_ids: torch.Tensor) -> torch.Tensor | Exception:
+        launched = self.streams.Event()
+        launched.record(self.compute_stream)
+        try:
             return sampled_token_ids.to("cpu")
+        except Exception as error:
+            if not launched.query():
+                raise  # the waiting has failed, not the step
+            return error
+
+    def _note_launch(self, scheduler_output: SchedulerOutput) -> None:
+        self.stats.count_launch(decode=self._is_decode())
+        self._partial_req_ids = scheduler_output.partial_req_ids
+        for key in scheduler_output.num_scheduled_tokens.keys() - self._partial_req_ids:
+            state = self.requests[key]
+            scheduled = scheduler_output.num_scheduled_tokens[key]
+            state.sampled_position = state.num_computed_tokens + scheduled
 
     def _bookkeeping_sync(self) -> list[RequestKey]:
         """Snapshot of the ids, so that the next step may change the batch."""
         return list(self.input_batch.req_ids)
 
     def _generate_model_runner_output(
-        self, req_ids_output_copy: list[RequestKey], sampled_token_ids: torch.Tensor
+        self, req_ids_output_copy: list[RequestKey], sampled_token_ids: torch.Tensor | Exception
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        if isinstance(sampled_token_ids, Exception):
+            output = ModelRunnerOutput.of_failure(req_ids_output_copy, sampled_token_ids)
+            self._update_batch_state_with_samples(output)
+            return output
+        partial = self._partial_req_ids
         if self.copy_stream is None:
-            output = ModelRunnerOutput.from_host(req_ids_output_copy, sampled_token_ids)
+            output = ModelRunnerOutput.from_host(req_ids_output_copy, sampled_token_ids, partial)
             self._update_batch_state_with_samples(output)
             return output
         async_output = AsyncModelRunnerOutput(
@@ -245,6 +264,7 @@ class ModelRunner:
             self.compute_stream,
             self.copy_stream,
             self.streams,
+            partial,
         )
         self.async_execution_buffer = {
             "futures_sampled_token_ids": sampled_token_ids,
@@ -254,41 +274,20 @@ class ModelRunner:
         self._pending_outputs.append(async_output)
         return async_output
 
-    def _write_back_materialized_outputs(self) -> None:
-        while self._pending_outputs and self._may_retire(self._pending_outputs[0]):
-            with self.stats.waiting():
-                output = self._pending_outputs[0].retire()
-            self._update_batch_state_with_samples(output)
-            self._pending_outputs.popleft()
-
-    def _may_retire(self, output: AsyncModelRunnerOutput) -> bool:
-        if output.done or len(self._pending_outputs) >= self._max_pending:
-            return True
-        return not self.is_output_rank and output.ready()
-
     def _materialize_pending_async_output(self, reason: str) -> bool:
-        """Bring the batch state up to date; whether there was a step to wait for.
-
-        Older outputs go first, so every step's tokens are written once and in order.
-        """
+        """Bring the batch state up to date, oldest first; whether there was a step to wait for."""
         async_output = self.async_execution_buffer.get("async_output")
         if async_output is None:
             return False
         logger.debug("materialize %d pending outputs: %s", len(self._pending_outputs), reason)
-        while self._pending_outputs:
-            with self.stats.waiting():
-                output = self._pending_outputs[0].get_output()
+        for output in self._pending_outputs.retire_all():
             self._update_batch_state_with_samples(output)
-            self._pending_outputs.popleft()
         return True
 
     def _update_batch_state_with_samples(self, output: ModelRunnerOutput) -> None:
         for key, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
             state = self.requests.get(key)
             if state is not None:
+                state.failed |= output.error is not None
                 for token_id in token_ids:
                     self.input_batch.append_token(state, token_id)
-
-
-def _bucket(buckets: tuple[int, ...], size: int) -> int:
-    return buckets[bisect.bisect_left(buckets, size)]

@@ -10,11 +10,12 @@ Source: the seed, "Normal Flow" and "What Does Breaking the Async Flow Mean?"; t
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import random
+import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from neuron_streams.decode.model import Model
 from neuron_streams.decode.output import ModelRunnerOutput
@@ -24,50 +25,26 @@ from neuron_streams.decode.request import (
     RequestOutput,
     RequestStatus,
     SamplingParams,
+    check_prompt,
 )
+from neuron_streams.decode.schedule import NewRequestData, SchedulerOutput
 from neuron_streams.decode.stats import DecodeStats
 
-__all__ = ["NewRequestData", "Scheduler", "SchedulerOutput"]
-
-
-@dataclass(frozen=True, slots=True)
-class NewRequestData:
-    """All that a model runner needs to know of a request that it has not seen."""
-
-    key: RequestKey
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    seed: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """One step, as plain data that any number of runners can be given.
-
-    `num_scheduled_tokens`: tokens to compute per request of this step, in scheduling order.
-    `num_computed_tokens`: tokens that each has computed once the steps before this one have run.
-    `finished_req_ids`: requests that ended since the step before.
-    """
-
-    scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
-    num_scheduled_tokens: dict[RequestKey, int] = field(default_factory=dict)
-    num_computed_tokens: dict[RequestKey, int] = field(default_factory=dict)
-    finished_req_ids: frozenset[RequestKey] = frozenset()
-
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        return sum(self.num_scheduled_tokens.values())
+__all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Continuous batching: first come, first served, prefill before decode, never both in a step.
+    """Continuous batching: prefill before decode, never both in a step.
+
+    The most urgent goes first, among equals the first to come. A request that finds no free slot
+    takes that of a paused one, or of a running one that is less urgent: the newest of the least
+    urgent is preempted, and prefills all its tokens again when its turn comes.
 
     Args:
         model: Gives the limits: slots, buckets, lengths.
-        max_batch_size: Most requests that run at a time; None and anything above the largest
-            batch bucket mean that bucket.
-        stats: Where dropped and generated tokens are counted.
+        max_batch_size: Most requests in a step; None and anything above the largest batch bucket
+            mean that bucket.
+        stats: Where dropped and generated tokens, and preemptions, are counted.
     """
 
     def __init__(
@@ -78,22 +55,24 @@ class Scheduler:
             raise ValueError(f"max_batch_size is {max_batch_size}; it must be 1 or more.")
         self.max_batch_size = min(max_batch_size or largest, largest)
         self.stats = stats or DecodeStats()
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.free_slots = deque(range(1, model.num_slots))
         self._model = model
+        self._goes_on_in_chunks = hasattr(model, "prefill_chunk")
         self._by_id: dict[str, Request] = {}
         self._in_flight: dict[RequestKey, Request] = {}
         self._finished_req_ids: set[RequestKey] = set()
-        self._generations = itertools.count()
+        self._numbers = itertools.count()
 
     def add_request(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         params: SamplingParams | None = None,
+        priority: int = 0,
     ) -> Request:
-        """Queue a request.
+        """Queue a request; a lower `priority` is more urgent.
 
         Raises:
             ValueError: The id belongs to an unfinished request, or the prompt is empty, too long
@@ -105,20 +84,24 @@ class Scheduler:
                 " it, or choose another id."
             )
         prompt = [int(token_id) for token_id in prompt_token_ids]
-        self._check_prompt(request_id, prompt)
+        check_prompt(self._model, request_id, prompt)
         params = params or SamplingParams()
         check_sampling = getattr(self._model, "check_sampling", None)
         if check_sampling is not None:
             check_sampling(params)
+        number = next(self._numbers)
         request = Request(
-            RequestKey(request_id, next(self._generations)),
+            RequestKey(request_id, number),
             prompt,
             params,
             max_tokens=min(params.max_tokens, self._model.max_length - len(prompt)),
             seed=random.getrandbits(63) if params.seed is None else params.seed,
+            priority=priority,
+            arrival=number,
+            arrived_at=time.perf_counter(),
         )
         self._by_id[request_id] = request
-        self.waiting.append(request)
+        self._wait(request)
         return request
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
@@ -132,6 +115,25 @@ class Scheduler:
         self._finish(request, RequestStatus.FINISHED_ABORTED)
         return request.output()
 
+    def pause_request(self, request_id: str) -> bool:
+        """Schedule no further step of a request; False if none of that id is unfinished.
+
+        What is in flight still arrives. It keeps its slot until another one needs it.
+        """
+        return self._set_paused(request_id, True)
+
+    def resume_request(self, request_id: str) -> bool:
+        """Undo a pause; False if no request of that id is unfinished."""
+        return self._set_paused(request_id, False)
+
+    def preempt_request(self, request_id: str) -> bool:
+        """Take a running request's slot away; False if none of that id is running."""
+        request = self._by_id.get(request_id)
+        if request is None or request.status is not RequestStatus.RUNNING:
+            return False
+        self._preempt(request)
+        return True
+
     def fail_all(self) -> None:
         """End every request, because the loop cannot go on."""
         for request in list(self._by_id.values()):
@@ -141,23 +143,27 @@ class Scheduler:
     def unfinished_request_ids(self) -> tuple[str, ...]:
         return tuple(self._by_id)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished and not paused."""
+        return any(not request.paused for request in self._by_id.values())
+
     def schedule(self) -> SchedulerOutput:
         """Choose the next step and count it as in flight; it may be empty."""
-        admitted = self._admit()
-        batch = admitted or [request for request in self.running if request.may_decode]
-        scheduled = {r.key: len(r.prompt_token_ids) if admitted else 1 for r in batch}
-        output = SchedulerOutput(
-            [_new_request_data(request) for request in admitted],
-            scheduled,
-            {request.key: request.num_computed_tokens for request in batch},
-            frozenset(self._finished_req_ids),
-        )
-        self._finished_req_ids.clear()
+        going_on = [r for r in self.running if r.is_prefilling and not r.paused]
+        admitted = [] if going_on else self._admit()
+        batch = going_on[: self._model.prefill_batch] or admitted or self._decoding()
+        computed = {request.key: request.num_computed_tokens for request in batch}
+        scheduled = {request.key: self._num_tokens(request) for request in batch}
         for request in batch:
             request.num_computed_tokens += scheduled[request.key]
             request.num_in_flight += 1
+            request.num_output_placeholders += not request.is_prefilling
             self._in_flight[request.key] = request
-        return output
+        finished, self._finished_req_ids = frozenset(self._finished_req_ids), set()
+        partial = frozenset(request.key for request in batch if request.is_prefilling)
+        new = [NewRequestData.of(request) for request in admitted]
+        return SchedulerOutput(new, scheduled, computed, finished, partial)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -169,32 +175,97 @@ class Scheduler:
             row = model_runner_output.req_id_to_index[key]
             token_ids = model_runner_output.sampled_token_ids[row]
             request.num_in_flight -= 1
+            request.num_output_placeholders -= key not in scheduler_output.partial_req_ids
             if request.status.is_finished:
                 self.stats.extra_tokens_dropped += len(token_ids)
+            elif model_runner_output.error is not None:
+                request.error = model_runner_output.error
+                self._finish(request, RequestStatus.FINISHED_ERROR)
+                outputs.append(request.output())
             elif token_ids:
                 outputs.append(self._append(request, token_ids))
             self._release_if_idle(request)
         return outputs
 
+    def _num_tokens(self, request: Request) -> int:
+        """How many tokens the next step of a request computes."""
+        left = len(request.prefill_token_ids) - request.num_computed_tokens
+        if left <= 0 or (request.num_computed_tokens and not self._goes_on_in_chunks):
+            return 1
+        return min(left, self._model.prompt_buckets[-1])
+
+    def _decoding(self) -> list[Request]:
+        ready = [r for r in self.running if not (r.paused or r.is_ending or r.is_prefilling)]
+        if len(ready) <= self.max_batch_size:
+            return ready
+        first = sorted(ready, key=lambda r: r.order)[: self.max_batch_size]
+        return [request for request in ready if request in first]
+
     def _admit(self) -> list[Request]:
         admitted: list[Request] = []
-        while (
-            self.waiting
-            and self.free_slots
-            and len(self.running) < self.max_batch_size
-            and len(admitted) < self._model.prefill_batch
-        ):
-            request = self.waiting.popleft()
+        for request in [request for request in self.waiting if not request.paused]:
+            if len(admitted) == self._model.prefill_batch or not self._may_start(request):
+                break
+            self.waiting.remove(request)
             request.slot = self.free_slots.popleft()
             request.status = RequestStatus.RUNNING
+            if request.prefill_token_ids:
+                # A name that the runner does not know: what it had of the old one is void.
+                request.key = RequestKey(request.request_id, next(self._numbers))
+            request.prefill_token_ids = request.prompt_token_ids + request.output_token_ids
+            request.num_computed_tokens = 0
             self.running.append(request)
             admitted.append(request)
         return admitted
 
+    def _may_start(self, request: Request) -> bool:
+        """Whether there is a place for a request; if need be, one is made."""
+        if request.num_in_flight:
+            return False  # preempted, and not all of its tokens are known yet
+        active = [other for other in self.running if not other.paused]
+        if len(active) >= self.max_batch_size and not any(
+            request.priority < other.priority for other in active
+        ):
+            return False
+        while not self.free_slots:
+            if self._slots_come_free() or not self._preempt_for(request):
+                return False
+        return True
+
+    def _slots_come_free(self) -> bool:
+        """Whether a slot is held only for steps in flight."""
+        held = self._model.num_slots - 1 - len(self.free_slots)
+        return held > len(self.running) or any(r.is_ending for r in self.running)
+
+    def _preempt_for(self, request: Request) -> bool:
+        victims = [r for r in self.running if r.paused]
+        victims = victims or [r for r in self.running if r.priority > request.priority]
+        if victims:
+            self._preempt(max(victims, key=lambda r: r.order))
+        return bool(victims)
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self._finished_req_ids.add(request.key)
+        request.status = RequestStatus.WAITING
+        self._wait(request)
+        self._release_if_idle(request)
+        self.stats.preemptions += 1
+
+    def _wait(self, request: Request) -> None:
+        bisect.insort(self.waiting, request, key=lambda r: r.order)
+
+    def _set_paused(self, request_id: str, paused: bool) -> bool:
+        request = self._by_id.get(request_id)
+        if request is not None:
+            request.paused = paused
+        return request is not None
+
     def _append(self, request: Request, token_ids: Sequence[int]) -> RequestOutput:
-        kept = []
+        kept, now = [], time.perf_counter()
         for token_id in token_ids:
             request.output_token_ids.append(token_id)
+            request.token_times.append(now)
             kept.append(token_id)
             status = request.status_after(token_id, self._model.eos_token_ids)
             if status.is_finished:
@@ -217,30 +288,6 @@ class Scheduler:
         if request.num_in_flight:
             return
         self._in_flight.pop(request.key, None)
-        if request.status.is_finished and request.slot is not None:
+        if request.status is not RequestStatus.RUNNING and request.slot is not None:
             self.free_slots.append(request.slot)
             request.slot = None
-
-    def _check_prompt(self, request_id: str, prompt: Sequence[int]) -> None:
-        if not prompt:
-            raise ValueError(
-                f"Request {request_id!r} has an empty prompt; give it one token at least."
-            )
-        longest = min(self._model.max_length - 1, self._model.prompt_buckets[-1])
-        if len(prompt) > longest:
-            raise ValueError(
-                f"Request {request_id!r} has a prompt of {len(prompt)} tokens; this model takes"
-                f" {longest} at most. Shorten it, or build the model for longer prompts."
-            )
-        if not 0 <= min(prompt) <= max(prompt) < self._model.vocab_size:
-            raise ValueError(
-                f"Request {request_id!r} has token ids from {min(prompt)} to {max(prompt)}; this"
-                f" model knows 0 to {self._model.vocab_size - 1}. Use the model's own tokenizer."
-            )
-
-
-def _new_request_data(request: Request) -> NewRequestData:
-    assert request.slot is not None
-    return NewRequestData(
-        request.key, request.prompt_token_ids, request.params, request.seed, request.slot
-    )

@@ -18,7 +18,8 @@ The first row that fits counts. So the first decode after a prefill is `shape` w
 row count differs from the decode bucket and the requests are the same, async where both agree,
 and `composition` where other requests were already running. A schedule with nothing to run
 launches nothing, flushes what is pending and counts nowhere; a decode step right after it is
-`composition`. In synchronous mode both counters stay 0 and `steps` alone counts.
+`composition`. With `policy="gather"` every launched step is async, a prefill too. In synchronous
+mode both counters stay 0 and `steps` alone counts.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class DecodeStats:
     """What a loop has done since it was made.
 
     `extra_tokens_dropped`: tokens computed for a request that had already ended, by a stop token
-    found one step late or by an abort. `host_time` and `wait_time`: seconds the driving thread
+    found one step late or by an abort. `preemptions`: slots taken from a request that still needs
+    one. `host_time` and `wait_time`: seconds the driving thread
     spent in steps, at work and waiting for the device.
     """
 
@@ -48,6 +50,7 @@ class DecodeStats:
     decode_steps: int = 0
     generated_tokens: int = 0
     extra_tokens_dropped: int = 0
+    preemptions: int = 0
     host_time: float = 0.0
     wait_time: float = 0.0
 

@@ -38,6 +38,7 @@ def prefill(
     seed: Tensor,
     history: Tensor,
     mixes: Tensor,
+    last_sampled: Tensor,
 ) -> Tensor:
     width = input_ids.shape[1]
     valid = torch.arange(width, device=lengths.device)[None] < lengths[:, None]
@@ -47,7 +48,9 @@ def prefill(
     mix = torch.stack([p * w for p, w in zip(parts, MIX_WEIGHTS, strict=True)]).sum(0) % PRIME
     history.index_copy_(0, slots.long(), rows)
     mixes.index_copy_(0, slots.long(), mix)
-    return hash_rows(rows, lengths, mix)
+    tokens = hash_rows(rows, lengths, mix)
+    last_sampled.index_copy_(0, slots.long(), tokens)
+    return tokens
 
 
 def decode(
@@ -58,8 +61,31 @@ def decode(
     return torch.where(where == 0, 0, hash_rows(history[where], positions + 1, mixes[where])).int()
 
 
+def decode_gather(
+    input_ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    history: Tensor,
+    mixes: Tensor,
+    last_sampled: Tensor,
+) -> Tensor:
+    where = slots.long()
+    ids = torch.where(input_ids < 0, last_sampled[where], input_ids)
+    tokens = decode(ids, positions, slots, history, mixes)
+    last_sampled.index_put_((where,), tokens)
+    return tokens
+
+
 def remap(future: Tensor, index: Tensor) -> Tensor:
     return future[index.long()]
+
+
+MUTATED = {
+    prefill: ("history", "mixes", "last_sampled"),
+    decode: ("history",),
+    decode_gather: ("history", "last_sampled"),
+    remap: (),
+}
 
 
 class CompiledHashModel(Sizes):
@@ -73,6 +99,7 @@ class CompiledHashModel(Sizes):
         self.host_state = [
             torch.full((self.num_slots, self.max_length), BAD),
             torch.zeros(self.num_slots, dtype=torch.int64),
+            torch.full((self.num_slots,), BAD, dtype=torch.int32),
         ]
         self.state = [tensor.to(device) for tensor in self.host_state]
 
@@ -83,7 +110,11 @@ class CompiledHashModel(Sizes):
         return self._run("prefill", prefill, inputs, self.state)
 
     def decode(self, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        return self._run("decode", decode, (input_ids, positions, slots), self.state)
+        return self._run("decode", decode, (input_ids, positions, slots), self.state[:2])
+
+    def decode_gather(self, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        inputs = (input_ids, positions, slots)
+        return self._run("decode", decode_gather, inputs, self.state)
 
     def remap(self, future: Tensor, index: Tensor) -> Tensor:
         return self._run("remap", remap, (future, index), [])
@@ -91,14 +122,14 @@ class CompiledHashModel(Sizes):
     def _run(
         self, kind: str, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...], state: list[Tensor]
     ) -> Tensor:
-        key = (self._compile, kind, inputs[0].shape, self.host_state[0].shape)
+        key = (self._compile, fn, inputs[0].shape, self.host_state[0].shape)
         if key not in self._executables:
             names = list(inspect.signature(fn).parameters)
             examples = [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in inputs]
             self._executables[key] = self._compile(
                 fn,
                 dict(zip(names, [*examples, *self.host_state[: len(state)]], strict=True)),
-                mutates=("history", "mixes") if kind == "prefill" else names[3:4],
+                mutates=[name for name in names if name in MUTATED[fn]],
                 name=kind,
                 target="exported",
             )

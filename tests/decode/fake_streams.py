@@ -22,6 +22,7 @@ class FakeTensor:
         self.streams = streams
         self.shape = torch.Size([rows])
         self.dtype = dtype
+        self.device = torch.device("cpu")
         self.value: list[int] | None = None
         self.error: Exception | None = None
 
@@ -40,7 +41,8 @@ class FakeTensor:
         stream.submit(lambda: host.copy_(torch.tensor(self.read())))
         if not non_blocking:
             self.streams.blocking_reads += 1
-            stream.synchronize()
+            self.streams.reach(stream, stream.submitted)
+            self.read()
         return host
 
 
@@ -143,16 +145,19 @@ class FakeStreams:
         return count
 
     def wait(self, stream: FakeStream, value: int) -> None:
-        while stream.completed < value:
-            with self.lock:
-                if stream.completed < value and not self._step_any():
-                    raise RuntimeError("deadlock: nothing on the device can move")
+        """Also tells of all that has failed there so far, however old."""
+        self.reach(stream, value)
         errors = [error for at, error in stream.errors if at <= value]
         if errors:
             raise errors[0]
 
+    def reach(self, stream: FakeStream, value: int) -> None:
+        while stream.completed < value:
+            with self.lock:
+                if stream.completed < value and not self._step_any():
+                    raise RuntimeError("deadlock: nothing on the device can move")
+
     def _step_any(self) -> bool:
         with self.lock:
-            lanes = list(self.lanes)
-            self.rng.shuffle(lanes)
-            return any(lane.step() for lane in lanes)
+            first = int(self.rng.random() * len(self.lanes))
+            return any(lane.step() for lane in self.lanes[first:] + self.lanes[:first])

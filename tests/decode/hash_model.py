@@ -91,6 +91,7 @@ class FakeHashModel(Sizes):
         self.streams = streams
         self.history = [[BAD] * self.max_length for _ in range(self.num_slots)]
         self.mix = [0] * self.num_slots
+        self.last_sampled = [BAD] * self.num_slots
         self.fail_at: set[int] = set()
         self.executed = 0
 
@@ -112,26 +113,42 @@ class FakeHashModel(Sizes):
                 self.history[slot] = [BAD] * self.max_length
                 self.history[slot][: ends[row]] = rows[row][: ends[row]]
                 self.mix[slot] = mixes[row]
-            return [self._next(slot, end) for slot, end in zip(where, ends, strict=True)]
+            return self._scatter(
+                where, [self._next(slot, end) for slot, end in zip(where, ends, strict=True)]
+            )
 
         return self._submit("prefill", input_ids, lengths, where, run, self.prefill_dtype)
 
     def decode(self, input_ids: Any, positions: torch.Tensor, slots: torch.Tensor) -> Any:
-        assert input_ids.shape[0] == positions.shape[0] == slots.shape[0]
-        assert input_ids.shape[0] in self.batch_buckets
         host = None if isinstance(input_ids, FakeTensor) else input_ids.tolist()
-        at, where = positions.tolist(), slots.tolist()
-        live = [slot for slot in where if slot]
-        assert len(live) == len(set(live)), "two rows of one slot"
+        where = slots.tolist()
 
         def run() -> list[int]:
             ids = input_ids.read() if host is None else host
-            for token, position, slot in zip(ids, at, where, strict=True):
-                assert slot == 0 or 0 <= token < self.vocab_size, f"{token} reached the device"
-                self.history[slot][position] = token
-            return [self._next(slot, end + 1) for slot, end in zip(where, at, strict=True)]
+            return self._decode(ids, positions.tolist(), where)
 
         return self._submit("decode", input_ids, positions, where, run)
+
+    def decode_gather(self, input_ids: Any, positions: torch.Tensor, slots: torch.Tensor) -> Any:
+        host, where = input_ids.tolist(), slots.tolist()
+
+        def run() -> list[int]:
+            known = [self.last_sampled[slot] for slot in where]
+            ids = [last if token < 0 else token for token, last in zip(host, known, strict=True)]
+            return self._scatter(where, self._decode(ids, positions.tolist(), where))
+
+        return self._submit("decode", input_ids, positions, where, run)
+
+    def _decode(self, ids: list[int], positions: list[int], slots: list[int]) -> list[int]:
+        for token, position, slot in zip(ids, positions, slots, strict=True):
+            assert slot == 0 or 0 <= token < self.vocab_size, f"{token} reached the device"
+            self.history[slot][position] = token
+        return [self._next(slot, end + 1) for slot, end in zip(slots, positions, strict=True)]
+
+    def _scatter(self, slots: list[int], tokens: list[int]) -> list[int]:
+        for slot, token in zip(slots, tokens, strict=True):
+            self.last_sampled[slot] = token
+        return tokens
 
     def remap(self, future: Any, index: torch.Tensor) -> Any:
         rows = index.tolist()
@@ -146,6 +163,12 @@ class FakeHashModel(Sizes):
         assert BAD not in history, f"a hole in the history of slot {slot}: {history}"
         return next_token(history, self.mix[slot], self.vocab_size)
 
+    def _damage(self, slots: list[int]) -> None:
+        """What a failed step leaves behind in the rows that it was updating in place."""
+        for slot in slots:
+            self.history[slot] = [0] * self.max_length
+            self.last_sampled[slot] = 0
+
     def _submit(
         self,
         kind: str,
@@ -158,11 +181,17 @@ class FakeHashModel(Sizes):
         rows = positions.shape[0]
         output = FakeTensor(self.streams, rows, dtype)
         number = len(self.calls)
+        if kind == "decode":
+            assert input_ids.shape[0] == positions.shape[0] == len(slots)
+            assert input_ids.shape[0] in self.batch_buckets
+            live = [slot for slot in slots if slot]
+            assert len(live) == len(set(live)), "two rows of one slot"
 
         def command() -> None:
             self.executed += 1
             try:
                 if number in self.fail_at:
+                    self._damage(slots)
                     raise ArithmeticError(f"the device failed in call {number}")
                 output.value = run()
             except Exception as error:
@@ -173,3 +202,29 @@ class FakeHashModel(Sizes):
         self.calls.append(Call(kind, input_ids, positions, slots, output, host))
         self.streams.current_stream().submit(command)
         return output
+
+
+class FakeChunkModel(FakeHashModel):
+    """One that goes on with a prompt."""
+
+    def prefill_chunk(
+        self,
+        input_ids: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        sampling: SamplingTensors,
+    ) -> Any:
+        assert input_ids.shape[1] in self.prompt_buckets
+        rows, begins, where = input_ids.tolist(), starts.tolist(), slots.tolist()
+        ends = [start + length for start, length in zip(begins, lengths.tolist(), strict=True)]
+
+        def run() -> list[int]:
+            for row, slot in enumerate(where):
+                start, end = begins[row], ends[row]
+                self.history[slot][start:end] = rows[row][: end - start]
+            return self._scatter(
+                where, [self._next(slot, end) for slot, end in zip(where, ends, strict=True)]
+            )
+
+        return self._submit("prefill", input_ids, lengths, where, run, self.prefill_dtype)

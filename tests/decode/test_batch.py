@@ -63,27 +63,53 @@ def test_append_token_reaches_the_row_only_of_a_request_in_the_batch() -> None:
     assert (one.output_token_ids, other.output_token_ids) == ([7], [8])
 
 
-def test_decode_tensors_pad_with_the_scratch_slot() -> None:
+def test_the_decode_input_pads_with_the_scratch_slot() -> None:
     batch = InputBatch(4, 4)
     for slot in (3, 5):
         one = state(str(slot), [slot, 9], slot)
         one.output_token_ids = [slot * 2]
         one.num_computed_tokens = 2
         batch.add_request(one)
-    input_ids, positions, slots = batch.decode_tensors(4)
+    input_ids, positions, slots, *rest = batch.decode_input(4)
+    assert rest == [None, None]
     assert input_ids.tolist() == [6, 10, 0, 0]
     assert positions.tolist() == [2, 2, 0, 0]
     assert slots.tolist() == [3, 5, 0, 0]
 
 
-def test_prefill_tensors_pad_on_the_right() -> None:
+def test_the_decode_input_sends_a_failed_request_to_the_scratch_slot() -> None:
+    batch = InputBatch(2, 4)
+    lost, other = state("a", [1], 2), state("b", [5], 3)
+    for one in (lost, other):
+        one.num_computed_tokens = 1
+        batch.add_request(one)
+    batch.append_token(other, 8)
+    lost.failed = True
+    input_ids, positions, slots, *_ = batch.decode_input(2)
+    assert (input_ids.tolist(), positions.tolist(), slots.tolist()) == ([0, 8], [0, 1], [0, 3])
+
+
+def test_the_prefill_input_pads_on_the_right() -> None:
     batch = InputBatch(4, 8)
     batch.add_request(state("a", [1, 2, 3], 2))
     batch.add_request(state("b", [4], 1))
-    input_ids, lengths, slots = batch.prefill_tensors([3, 1], 4)
+    input_ids, lengths, slots, sampling, starts = batch.prefill_input([3, 1], 4)
+    assert sampling is not None
+    assert starts is None
     assert input_ids.tolist() == [[1, 2, 3, 0], [4, 0, 0, 0]]
     assert lengths.tolist() == [3, 1]
     assert slots.tolist() == [2, 1]
+
+
+def test_the_prefill_input_goes_on_where_a_request_stands() -> None:
+    batch = InputBatch(2, 8)
+    batch.add_request(state("a", [1, 2, 3, 4, 5], 2))
+    batch.states[0].num_computed_tokens = 2
+    input_ids, lengths, _, _, starts = batch.prefill_input([3], 4)
+    assert input_ids.tolist() == [[3, 4, 5, 0]]
+    assert lengths.tolist() == [3]
+    assert starts is not None
+    assert starts.tolist() == [2]
 
 
 def test_sampling_tensors_are_in_row_order() -> None:

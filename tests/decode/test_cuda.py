@@ -24,15 +24,19 @@ def eager(fn: Callable[..., Any], examples: Mapping[str, torch.Tensor], **_: Any
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("is_async", [True, False])
-def test_tokens_on_a_gpu(is_async: bool) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"async_scheduling": False}, {}, {"policy": "gather"}, {"policy": "gather", "depth": 4}],
+    ids=["sync", "materialize", "gather", "gather 4"],
+)
+def test_tokens_on_a_gpu(options: dict[str, Any]) -> None:
     model = CompiledHashModel(eager, "cuda")
     prompts = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11]]
     params = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True) for n in (5, 12, 9, 3)]
     tokens: dict[str, list[int]] = {}
-    with DecodeLoop(model, streams=torch.cuda, async_scheduling=is_async) as loop:
+    with DecodeLoop(model, streams=torch.cuda, **options) as loop:
         for output in loop.generate(prompts, params):
             tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
     for number, prompt in enumerate(prompts):
         assert tokens[str(number)] == reference(prompt, params[number], model.max_length)[0]
-    assert (loop.stats.async_steps > 0) == is_async
+    assert (loop.stats.async_steps > 0) == loop.runner.use_async_scheduling

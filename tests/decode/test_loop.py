@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from neuron_streams.decode import DecodeLoop, RequestOutput, SamplingParams
-from neuron_streams.errors import UnsupportedError
 from tests.decode.fake_streams import FakeStreams
 from tests.decode.harness import Results, make_loop, run_to_end
 from tests.decode.hash_model import EOS, FakeHashModel, reference
@@ -29,9 +28,10 @@ def tokens_of(outputs: list[RequestOutput], request_id: str) -> list[int]:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"policy": "gather"}, UnsupportedError, "^DecodeLoop\\(policy='gather'\\): absent"),
+        ({"policy": "eager"}, ValueError, "^policy is 'eager'; choose 'materialize' or 'gather'"),
         ({"depth": 0}, ValueError, "^depth is 0; it must be 1 or more"),
         ({"max_batch_size": 0}, ValueError, "^max_batch_size is 0"),
+        ({"watchdog": 1.0}, ValueError, "^watchdog needs the output thread"),
     ],
 )
 def test_bad_arguments_are_refused(
@@ -303,9 +303,9 @@ class HeldEvents(FakeStreams):
         super().__init__()
         self.release = threading.Event()
 
-    def wait(self, stream: Any, value: int) -> None:
+    def reach(self, stream: Any, value: int) -> None:
         self.release.wait()
-        super().wait(stream, value)
+        super().reach(stream, value)
 
 
 def test_drain_times_out_and_names_what_is_pending() -> None:
@@ -313,7 +313,9 @@ def test_drain_times_out_and_names_what_is_pending() -> None:
     loop, _, _ = make_loop(streams, output_thread=True)
     loop.add_request("slow", [1, 2], limited(6))
     loop.step()
-    message = "^1 steps are in flight and the oldest has not ended; it is of requests 'slow'"
+    message = (
+        "^1 steps are in flight and the oldest has not ended; it is step 1, of requests 'slow'"
+    )
     with pytest.raises(TimeoutError, match=message):
         loop.drain(timeout=0.01)
     streams.release.set()
@@ -356,39 +358,7 @@ def test_a_loop_that_is_dropped_leaves_no_thread() -> None:
     assert not thread.is_alive()
 
 
-# Failures
-
-
-@pytest.mark.parametrize("output_thread", [True, False])
-@pytest.mark.parametrize("is_async", [True, False])
-@pytest.mark.parametrize("step", [0, 1, 2, 3])
-def test_a_device_failure_reaches_the_caller_with_its_first_cause(
-    step: int, is_async: bool, output_thread: bool
-) -> None:
-    loop, model, _ = make_loop(async_scheduling=is_async, output_thread=output_thread)
-    model.fail_at = {step}
-    got: list[RequestOutput] = []
-    with pytest.raises(ArithmeticError, match=f"^the device failed in call {step}$") as first:
-        got += loop.generate([[1, 2]], limited(9))
-    with pytest.raises(ArithmeticError) as again:
-        loop.step()
-    assert again.value is first.value
-    with pytest.raises(ArithmeticError):
-        loop.add_request("b", [1])
-    assert not loop.has_unfinished_requests()
-    assert loop.close() == ()
-
-
-def test_a_device_failure_found_by_a_break_reaches_the_caller() -> None:
-    loop, model, _ = make_loop()
-    model.fail_at = {1}
-    loop.add_request("a", [1, 2], limited(9))
-    loop.step()
-    loop.step()
-    loop.add_request("b", [3], limited(9))
-    with pytest.raises(ArithmeticError, match="in call 1$"):
-        loop.step()
-    assert loop.close() == ()
+# Failures after which the loop cannot go on; those of a single step are in test_failures.py
 
 
 def test_a_failure_of_the_model_at_the_call_reaches_the_caller() -> None:

@@ -66,10 +66,10 @@ def test_a_token_may_end_a_request(
 def test_the_limit_counts_tokens_in_flight() -> None:
     request = make(max_tokens=3)
     request.output_token_ids.append(5)
-    request.num_in_flight = 1
-    assert request.may_decode
-    request.num_in_flight = 2
-    assert not request.may_decode
+    request.num_output_placeholders = 1
+    assert not request.is_ending
+    request.num_output_placeholders = 2
+    assert request.is_ending
 
 
 def test_an_output_tells_whether_it_is_the_last() -> None:

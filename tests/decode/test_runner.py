@@ -94,3 +94,25 @@ def test_sizes_that_share_no_bucket_are_padded_to_the_next() -> None:
         worker.launch()
     assert worker.model.calls[0].input_ids.shape == (1, 8)
     assert worker.model.calls[2].input_ids.shape == (4,)
+
+
+def test_a_failure_on_a_rank_that_nobody_reads_is_raised_there() -> None:
+    worker = make_worker(is_output_rank=False)
+    worker.model.fail_at = {0}
+    worker.scheduler.add_request("a", [1, 2], LONG)
+    worker.launch()
+    worker.streams.run()
+    with pytest.raises(ArithmeticError, match="the device failed in call 0"):
+        worker.launch()
+
+
+def test_a_failure_on_the_output_rank_is_left_to_whoever_reads_the_output() -> None:
+    worker = make_worker()
+    worker.model.fail_at = {0}
+    worker.scheduler.add_request("a", [1, 2], LONG)
+    _, output = worker.launch()
+    with pytest.raises(ArithmeticError):
+        output.get_output()
+    worker.launch()
+    (state,) = worker.runner.requests.values()
+    assert state.failed

@@ -352,7 +352,7 @@ def test_step_n_6_the_output_thread_reads_while_the_engine_schedules() -> None:
     read = threading.Event()
     loop.add_request("a", [1, 2], LONG)
     loop.step()
-    future = loop.batch_queue[0][0]
+    (future,) = (step.future for step in loop.batch_queue)
     future.add_done_callback(lambda _: read.set())
     assert read.wait(10), "the output thread read the step with no step() to ask for it"
     loop.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -9,12 +10,18 @@ from typing import Any
 import pytest
 
 import neuron_streams
+from models.toy import toy
 from neuron_streams.decode import DecodeLoop, ModelRunner, RequestOutput, SamplingParams
 from neuron_streams.testing import DeadlockError, EmulatedRuntime, Gate, ManualRuntime, use_runtime
 from tests.decode.compiled_hash_model import CompiledHashModel
-from tests.decode.harness import make_script, play
+from tests.decode.fuzz import Play, make_script
 from tests.decode.hash_model import reference
 
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {"async_scheduling": False},
+    "materialize": {},
+    "gather": {"policy": "gather"},
+}
 LONG = SamplingParams(max_tokens=16, seed=1, ignore_eos=True)
 
 
@@ -47,27 +54,29 @@ def expected(script: Any, max_length: int) -> tuple[list[int], str]:
 
 
 @pytest.mark.parametrize("output_thread", [False, True], ids=["by hand", "thread"])
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("mode", MODES)
 def test_tokens_on_the_manual_runtime(
-    manual: ManualRuntime, is_async: bool, output_thread: bool
+    manual: ManualRuntime, mode: str, output_thread: bool
 ) -> None:
     model = make_model(prefill_batch=2)
     for seed in range(6):
         model.calls.clear()
-        loop = DecodeLoop(model, async_scheduling=is_async, output_thread=output_thread)
-        results, named = play(make_script(seed), loop, model, manual, seed)
-        for name, script in named.items():
+        loop = DecodeLoop(model, output_thread=output_thread, **MODES[mode])
+        game = Play(make_script(seed), loop, manual, seed)
+        results = game.run(model)
+        for name, script in game.named.items():
             want = expected(script, model.max_length)
             assert (results.tokens[name], results.reasons[name]) == want
         assert loop.close() == ()
 
 
+@pytest.mark.parametrize("policy", ["materialize", "gather"])
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_tokens_on_the_emulated_runtime(emulated: EmulatedRuntime, depth: int) -> None:
+def test_tokens_on_the_emulated_runtime(emulated: EmulatedRuntime, depth: int, policy: str) -> None:
     model = make_model()
     prompts = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11]]
     params = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True) for n in (5, 12, 9, 3)]
-    with DecodeLoop(model, depth=depth) as loop:
+    with DecodeLoop(model, depth=depth, policy=policy) as loop:
         tokens: dict[str, list[int]] = {}
         for output in loop.generate(prompts, params):
             tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
@@ -135,18 +144,39 @@ def test_a_loop_runs_on_the_stream_that_is_current_when_it_is_made(manual: Manua
     assert neuron_streams.current_stream() == neuron_streams.default_stream()
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("runtime", [ManualRuntime, EmulatedRuntime])
-def test_a_device_failure_reaches_the_caller(runtime: Any, is_async: bool) -> None:
+def test_a_device_failure_ends_its_request_with_the_cause(runtime: Any, mode: str) -> None:
     with use_runtime(runtime()):
         model = make_model(max_length=10)
         model.max_length = 12  # more than the cache has, so the device fails at position 10
-        loop = DecodeLoop(model, async_scheduling=is_async)
-        outputs: list[RequestOutput] = []
-        with pytest.raises((IndexError, RuntimeError), match="out of"):
-            outputs.extend(loop.generate([[1, 2]], LONG))
+        loop = DecodeLoop(model, **MODES[mode])
+        outputs: list[RequestOutput] = list(loop.generate([[1, 2]], LONG))
         got = [token for output in outputs for token in output.new_token_ids]
         assert got == reference([1, 2], LONG, 11)[0]
+        assert outputs[-1].finish_reason == "error"
+        assert isinstance(outputs[-1].error, IndexError | RuntimeError)
+        assert "out of" in str(outputs[-1].error)
+        assert loop.close() == ()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_end_of_the_runtime_ends_the_loop_with_one_cause(mode: str) -> None:
+    runtime = EmulatedRuntime()
+    with use_runtime(runtime):
+        loop = DecodeLoop(make_model(), **MODES[mode])
+        for number in range(3):
+            loop.add_request(str(number), [number + 1], LONG)
+        with Gate(loop.runner.compute_stream):
+            if mode != "sync":
+                loop.step()
+            runtime.close(0.0)
+        outputs: list[RequestOutput] = []
+        with pytest.raises(RuntimeError, match="when the runtime was closed|runtime .* is closed"):
+            outputs.extend(itertools.chain.from_iterable(iter(loop.step, None)))
+        with pytest.raises(RuntimeError) as again:
+            loop.step()
+        assert all(output.error is again.value for output in outputs)
         assert loop.close() == ()
 
 
@@ -184,3 +214,28 @@ def test_eight_ranks_on_eight_devices_have_equal_histories() -> None:
         histories = [model.state[0].to("cpu").tolist() for model in models]
         assert all(history == histories[0] for history in histories)
         loop.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_llama_gives_the_tokens_of_sync_under_both_policies(temperature: float) -> None:
+    def compiler(*args: Any, **kwargs: Any) -> Any:
+        return neuron_streams.compile(*args, **kwargs, target="exported")
+
+    tokens: dict[str, dict[str, list[int]]] = {}
+    with use_runtime(EmulatedRuntime()):
+        model = toy(batch_buckets=(4,), compile=compiler)
+        for mode, options in MODES.items():
+            with DecodeLoop(model, **options) as loop:
+                params = [
+                    SamplingParams(max_tokens=4 + 3 * n, temperature=temperature * (n % 2), seed=n)
+                    for n in range(6)
+                ]
+                # The longest take two and three pieces, of at most 16 tokens.
+                prompts = [[n + 3, 5, 7] * (1 + 3 * n) for n in range(6)]
+                for output in loop.generate(prompts, params):
+                    got = tokens.setdefault(mode, {}).setdefault(output.request_id, [])
+                    got += output.new_token_ids
+                if mode == "gather":
+                    assert loop.stats.async_share == 1.0
+    assert tokens["sync"] == tokens["materialize"] == tokens["gather"]
+    assert len(tokens["sync"]) == 6

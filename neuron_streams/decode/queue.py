@@ -1,0 +1,132 @@
+"""The batch queue: launched steps whose tokens have not been handed out, oldest first."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+
+from neuron_streams.decode.output import AsyncModelRunnerOutput, ModelRunnerOutput, OutputHandler
+from neuron_streams.decode.schedule import SchedulerOutput
+from neuron_streams.decode.stats import DecodeStats
+
+__all__ = ["BatchQueue", "LaunchedStep"]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step on its way: `number` counts launched steps from 1, `launched_at` is perf_counter's."""
+
+    number: int
+    scheduler_output: SchedulerOutput
+    output: ModelRunnerOutput | AsyncModelRunnerOutput
+    future: Future[ModelRunnerOutput]
+    launched_at: float
+
+    def __str__(self) -> str:
+        ids = ", ".join(repr(key.request_id) for key in self.scheduler_output.num_scheduled_tokens)
+        return f"step {self.number}, of requests {ids}"
+
+
+class BatchQueue:
+    """A queue of launched steps; whoever waits for one waits here.
+
+    Args:
+        handler: Reads the outputs, on its thread or by hand.
+        stats: Where waiting is counted.
+        watchdog: Seconds after which a wait for one step gives up; None waits for ever.
+    """
+
+    def __init__(
+        self, handler: OutputHandler, stats: DecodeStats, watchdog: float | None = None
+    ) -> None:
+        self._handler = handler
+        self._stats = stats
+        self._watchdog = watchdog
+        self._steps: deque[LaunchedStep] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[LaunchedStep]:
+        return iter(self._steps)
+
+    @property
+    def may_be_read(self) -> bool:
+        """Whether waiting is anybody's but the caller's own, or there is nothing to wait for."""
+        return self._handler.threaded or all(step.future.done() for step in self._steps)
+
+    def put(
+        self,
+        scheduler_output: SchedulerOutput,
+        output: ModelRunnerOutput | AsyncModelRunnerOutput,
+    ) -> None:
+        """Append a step that has just been launched, and have its output read."""
+        now = time.perf_counter()
+        future = self._handler.handle_output(output)
+        self._steps.append(LaunchedStep(self._stats.steps, scheduler_output, output, future, now))
+
+    def take_oldest(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+        """Wait for the oldest step; it leaves the queue, failed or not.
+
+        Host: blocks until the step's tokens are read.
+
+        Raises:
+            TimeoutError: The watchdog's; it names the step, which stays in the queue.
+            Exception: The reader's own failure, not the step's.
+        """
+        step = self._steps[0]
+        with self._stats.waiting():
+            while not (self._handler.threaded or step.future.done()):
+                self._handler.pump()
+            self._watch(step)
+        output = _value_of(step)
+        self._steps.popleft()
+        return step.scheduler_output, output
+
+    def before_read(self, output: AsyncModelRunnerOutput) -> None:
+        """Wait for an output that the runner is about to read, for the watchdog's sake.
+
+        Raises:
+            TimeoutError: The watchdog's; it names the step.
+        """
+        if self._watchdog is not None:
+            for step in self._steps:
+                if step.output is output:
+                    self._watch(step)
+
+    def wait_for_oldest(self, deadline: float) -> None:
+        """Wait for the oldest step until a moment of `time.monotonic`.
+
+        Raises:
+            TimeoutError: It has not ended; it and those behind it are named.
+        """
+        left = max(0.0, deadline - time.monotonic())
+        if self._handler.threaded and wait([self._steps[0].future], left).not_done:
+            raise TimeoutError(
+                f"{len(self)} steps are in flight and the oldest has not ended; it is"
+                f" {self._steps[0]}. Wait longer, or close() the loop."
+            )
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        self._steps.clear()
+
+    def _watch(self, step: LaunchedStep) -> None:
+        if self._watchdog is not None and wait([step.future], self._watchdog).not_done:
+            raise TimeoutError(
+                f"The watchdog waited {self._watchdog} s for {step}, and it has not ended: the"
+                " device hangs, or the watchdog is too short. The loop has ended; close() it."
+            )
+
+
+def _value_of(step: LaunchedStep) -> ModelRunnerOutput:
+    error = step.future.exception()
+    if error is None:
+        return step.future.result()
+    output = step.output
+    if not isinstance(output, AsyncModelRunnerOutput) or output.error is not error:
+        raise error
+    return ModelRunnerOutput.of_failure(output.req_ids, output.error)

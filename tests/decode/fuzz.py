@@ -1,0 +1,267 @@
+"""Async and sync give identical tokens: seeded scripts, against the synchronous loop and an oracle.
+
+`python -m tests.decode.fuzz --scripts 100000` runs as many as one likes, on all cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from neuron_streams.decode import DecodeLoop, SamplingParams
+from tests.decode.fake_streams import FakeStreams
+from tests.decode.harness import Results, check_idle, check_invariants, make_loop
+from tests.decode.hash_model import VOCAB, FakeHashModel, Sizes, reference
+
+Name = tuple[str, int]
+VARIANTS: list[dict[str, Any]] = [
+    {"policy": policy, "depth": depth}
+    for policy in ("materialize", "gather")
+    for depth in (1, 2, 3, 4)
+]
+
+
+@dataclass
+class Scripted:
+    """A request that arrives once so many tokens are out; what befalls it counts its own."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    arrives_at: int
+    priority: int = 0
+    abort_after: int | None = None
+    pause_after: int | None = None
+    preempt_after: int | None = None
+
+
+def make_script(seed: int, longest_prompt: int = 8) -> list[Scripted]:
+    rng = random.Random(seed)
+
+    def perhaps(chance: float) -> int | None:
+        return rng.randint(0, 4) if rng.random() < chance else None
+
+    script = []
+    for _ in range(rng.randint(1, 9)):
+        params = SamplingParams(
+            max_tokens=rng.choice([1, 2, 3, 5, 8, 13, 40]),
+            temperature=rng.choice([0.0, 0.5]),
+            top_k=rng.choice([0, 3]),
+            top_p=rng.choice([1.0, 0.75]),
+            seed=rng.randint(-(2**63), 2**63 - 1),
+            stop_token_ids=rng.choice([(), (3,), (1, 20)]),
+            ignore_eos=rng.random() < 0.3,
+        )
+        script.append(
+            Scripted(
+                rng.choice("abcdefg"),
+                [rng.randrange(VOCAB) for _ in range(rng.randint(1, longest_prompt))],
+                params,
+                rng.choice([0, 0, rng.randint(0, 40)]),
+                rng.choice([0, 0, 0, 1, 2]),
+                perhaps(0.2),
+                perhaps(0.2),
+                perhaps(0.2),
+            )
+        )
+    return sorted(script, key=lambda one: one.arrives_at)
+
+
+class Play:
+    """A script on a loop: rows change places and the device moves on at random between steps."""
+
+    def __init__(self, script: Sequence[Scripted], loop: DecodeLoop, device: Any, seed: int):
+        self.loop, self.device, self.rng = loop, device, random.Random(seed)
+        self.waiting = list(script)
+        self.results = Results()
+        self.named: dict[Name, Scripted] = {}
+        self.paused: set[str] = set()
+        self.done: set[tuple[Name, str]] = set()
+
+    def run(self, model: Sizes) -> Results:
+        while self.waiting or self.loop.scheduler.unfinished_request_ids or self.loop.batch_queue:
+            self.admit()
+            for name, one in self.named.items():
+                if self.results.ended[name[0]] == name[1]:
+                    self.befall(name, one)
+            self.resume()
+            self.device.run(self.rng.randint(0, 6))
+            batch = self.loop.runner.input_batch
+            if batch.num_reqs > 1 and self.rng.random() < 0.4:
+                batch.swap_states(*self.rng.sample(range(batch.num_reqs), 2))
+            self.results.take(self.loop.step())
+            check_invariants(self.loop, model)
+        self.results.take(self.loop.drain())
+        check_idle(self.loop)
+        assert self.loop.step() == []
+        assert not self.loop.runner.requests, "the runner was not told of their end"
+        assert not self.loop.runner.input_batch.num_reqs
+        return self.results
+
+    def admit(self) -> None:
+        idle = not self.loop.has_unfinished_requests()
+        in_use = set(self.loop.scheduler.unfinished_request_ids)
+        for one in list(self.waiting):
+            due = idle or one.arrives_at <= self.results.total
+            if one.request_id not in in_use and due:
+                self.loop.add_request(one.request_id, one.prompt, one.params, priority=one.priority)
+                self.named[self.results.admit(one.request_id)] = one
+                in_use.add(one.request_id)
+                self.waiting.remove(one)
+                idle = False
+
+    def befall(self, name: Name, one: Scripted) -> None:
+        got = len(self.results.tokens[name])
+        for what, after in (
+            ("abort", one.abort_after),
+            ("pause", one.pause_after),
+            ("preempt", one.preempt_after),
+        ):
+            if after is not None and got >= after and (name, what) not in self.done:
+                self.done.add((name, what))
+                getattr(self, what)(one.request_id)
+
+    def abort(self, request_id: str) -> None:
+        self.loop.abort_request(request_id)
+        self.paused.discard(request_id)
+        # Its id is free at once: whoever waits for it may come now.
+        self.results.take(self.loop._undelivered)
+        self.loop._undelivered.clear()
+
+    def pause(self, request_id: str) -> None:
+        if self.loop.pause_request(request_id):
+            self.paused.add(request_id)
+
+    def preempt(self, request_id: str) -> None:
+        self.loop.scheduler.preempt_request(request_id)
+
+    def resume(self) -> None:
+        stuck = not self.loop.has_unfinished_requests()
+        for request_id in sorted(self.paused):
+            if stuck or self.rng.random() < 0.1:
+                self.loop.resume_request(request_id)
+                self.paused.discard(request_id)
+
+
+def setting_of(seed: int) -> dict[str, Any]:
+    """The sizes of a script's model, and whether it takes prompts in pieces."""
+    rng = random.Random(~seed)
+    sizes = {
+        "num_slots": rng.choice([2, 3, 4, 6]),
+        "batch_buckets": rng.choice([(4,), (1, 2, 4), (2, 3)]),
+        "prefill_batch": rng.choice([1, 1, 2]),
+        "max_length": rng.choice([10, 24]),
+    }
+    options = {"max_batch_size": rng.choice([None, None, 1, 2])}
+    return {"sizes": sizes, "chunks": rng.random() < 0.5, **options}
+
+
+def play(seed: int, *, fail: bool = False, **options: Any) -> tuple[Results, DecodeLoop]:
+    """Run a script, check each request against the oracle, and give what came out."""
+    setting = setting_of(seed)
+    loop, model, streams = make_loop(FakeStreams(seed), **setting, **options)
+    script = make_script(seed, 9 if setting["chunks"] else 8)
+    if fail:
+        model.fail_at = {random.Random(seed).randint(0, 30)}
+    game = Play(script, loop, streams, seed)
+    results = game.run(model)
+    assert loop.close() == ()
+    streams.run()
+    assert model.executed == len(model.calls), "a submitted step never ran"
+    for name, one in game.named.items():
+        check_against_oracle(results, name, one, model)
+    return results, loop
+
+
+def check_against_oracle(results: Results, name: Name, one: Scripted, model: Sizes) -> None:
+    want, reason = reference(one.prompt, one.params, model.max_length)
+    if one.abort_after is not None and one.abort_after < len(want):
+        want, reason = want[: one.abort_after], "abort"
+    got = results.tokens[name]
+    if results.reasons[name] == "error":
+        assert isinstance(model, FakeHashModel)
+        assert isinstance(results.errors[name], ArithmeticError)
+        assert got == want[: len(got)]
+        return
+    assert (got, results.reasons[name]) == (want, reason)
+    assert results.emissions[name] == len(got) + (reason == "abort")
+
+
+def check_script(seed: int, variants: Sequence[dict[str, Any]] = VARIANTS) -> Counter[str]:
+    """One script in some variants of the asynchronous loop, against the synchronous one.
+
+    Returns what it came across: fallback reasons, async steps, dropped tokens, preemptions.
+    """
+    met: Counter[str] = Counter()
+    want, _ = play(seed, async_scheduling=False)
+    for options in variants:
+        try:
+            got, loop = play(seed, **options)
+            assert (got.tokens, got.reasons, got.emissions) == (
+                want.tokens,
+                want.reasons,
+                want.emissions,
+            )
+            if seed // 8 % 4 == 0:
+                failed, _ = play(seed, fail=True, **options)
+                met["failed"] += "error" in failed.reasons.values()
+        except BaseException as error:
+            raise AssertionError(f"script {seed} with {options}: {error!r}") from error
+        met.update(loop.stats.fallback_reasons)
+        met["async"] += loop.stats.async_steps
+        met["dropped"] += loop.stats.extra_tokens_dropped
+        met["preempted"] += loop.stats.preemptions
+        met["paused"] += any(one.pause_after is not None for one in make_script(seed))
+    return met
+
+
+def in_turn(seed: int) -> list[dict[str, Any]]:
+    """One of the variants, so that all of them come round in eight scripts."""
+    return [VARIANTS[seed % 8]]
+
+
+def _batches(count: int, size: int = 100) -> Iterator[range]:
+    starts = range(0, count, size)
+    return (range(start, min(count, start + size)) for start in starts)
+
+
+def _check_range(seeds: range, thorough: bool) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for seed in seeds:
+        total.update(check_script(seed, VARIANTS if thorough else in_turn(seed)))
+    return total
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from tqdm import tqdm
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scripts", type=int, default=2000, metavar="N")
+    parser.add_argument("--seed", type=int, help="run this one script alone")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N")
+    parser.add_argument("--thorough", action="store_true", help="all eight variants of each script")
+    options = parser.parse_args(argv)
+    logging.disable()  # of the steps that fail on purpose
+    if options.seed is not None:
+        print(dict(check_script(options.seed)))
+        return 0
+    batches = list(_batches(options.scripts))
+    check = partial(_check_range, thorough=options.thorough)
+    with ProcessPoolExecutor(options.jobs) as pool:
+        bar = tqdm(pool.map(check, batches), total=len(batches), unit="batch", disable=None)
+        total = sum(bar, Counter[str]())
+    print(f"{options.scripts} scripts:", dict(sorted(total.items())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+"""Breaks each guard of the decode loop in turn; the tests must notice every time.
+
+`python -m tests.decode.mutants [NAME...]`. Each mutant lives in a forked process that imports one
+module from a changed source, runs a few fuzz scripts and then the directed tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+
+SCRIPTS = 32
+TIMEOUT = 120.0
+HERE = Path(__file__).parent
+PACKAGE = HERE.parents[1] / "neuron_streams" / "decode"
+TESTS = ("gather", "failures", "preemption", "reports", "seed", "scheduler", "runner", "output")
+TESTS = (*TESTS, "loop", "batch", "request")
+
+
+class Mutant(NamedTuple):
+    """`old`, which must occur once in the module, becomes `new`."""
+
+    module: str
+    old: str
+    new: str
+
+
+MUTANTS = {
+    # The async flow of the runner
+    "no remap": Mutant("runner", "if req_ids == prev_req_ids:", "if True:"),
+    "no snapshot": Mutant(
+        "runner",
+        "return list(self.input_batch.req_ids)",
+        "return type('Live', (list,), {'__iter__': lambda _, b=self.input_batch: iter(b.req_ids),"
+        " '__len__': lambda _, b=self.input_batch: len(b.req_ids)})()",
+    ),
+    "no materialization before the states change": Mutant(
+        "runner", 'self._materialize_pending_async_output("batch composition changed")', "pass"
+    ),
+    "the swap ignores the guard": Mutant(
+        "runner", "self._batch_composition_changed = True", "pass"
+    ),
+    "no comparison of ids": Mutant("runner", "if prev_req_ids is None or", "if"),
+    "no check of the row count": Mutant(
+        "runner", "if future.shape[0] == host_ids.shape[0] and", "if"
+    ),
+    "no check of the dtype": Mutant("runner", " and future.dtype == host_ids.dtype:", ":"),
+    "no rebuilt inputs": Mutant(
+        "runner",
+        "            model_input = self._prepare_model_input(scheduler_output)\n        return",
+        "            pass\n        return",
+    ),
+    "a prefill takes the future": Mutant("runner", 'return model_input, "prefill"', "pass"),
+    "a stale buffer after an empty schedule": Mutant(
+        "runner",
+        "            self.async_execution_buffer = {}\n            return",
+        "            return",
+    ),
+    "a remap counts as async": Mutant("runner", '"reorder" if broke_async else None', "None"),
+    "a piece of a prompt yields a token": Mutant(
+        "runner", "self._partial_req_ids = scheduler_output.partial_req_ids", "pass"
+    ),
+    "a failed row decodes on": Mutant("runner", "state.failed |= output.error is not None", "pass"),
+    "the waiting's failure is the step's": Mutant(
+        "runner", "if not launched.query():", "if False:"
+    ),
+    # What is pending
+    "the newest output alone": Mutant("pending", "        while self:\n", "        if self:\n"),
+    "a failure on another rank is swallowed": Mutant(
+        "pending", " or not self._is_output_rank:", ":"
+    ),
+    "a failure of the reader is swallowed": Mutant("pending", "error is not oldest.error or", ""),
+    "the watchdog does not see a break": Mutant("pending", "self._before_read(oldest)", "pass"),
+    "outputs of other ranks pile up": Mutant("pending", " or len(self) >= self._most", ""),
+    # Outputs
+    "the copy does not wait": Mutant("output", "copy_stream.wait_stream(compute_stream)", "pass"),
+    "the event is not behind the copy": Mutant(
+        "output", "self._copied.record(copy_stream)", "self._copied.record(compute_stream)"
+    ),
+    "no wait for the event": Mutant("output", "self._copied.synchronize()", "pass"),
+    "the device tensor is kept for ever": Mutant(
+        "output", "self._device_tokens = self._host_tokens = None", "self._host_tokens = None"
+    ),
+    "a value is computed again": Mutant("output", "if not self.done:", "if self.error is None:"),
+    "an older failure is this step's": Mutant(
+        "output", "tokens, error = self._read_again(self._device_tokens, error)", "tokens = None"
+    ),
+    "an interrupted wait is the step's failure": Mutant(
+        "output", "if not self._copied.query():", "if False:"
+    ),
+    # The gather
+    "a gather of the host's ids": Mutant(
+        "gather", "self.model).decode_gather(", "self.model).decode("
+    ),
+    "no check of the rows": Mutant("gather", "            self._check_rows(", "            len("),
+    # The batch
+    "tokens stay where they were": Mutant(
+        "batch",
+        "tokens[first], tokens[second] = tokens[second], tokens[first]",
+        "pass",
+    ),
+    "padding on a live row": Mutant(
+        "batch",
+        "rows += [(0, 0, 0)] * (num_rows - len(rows))",
+        "rows += rows[:1] * (num_rows - len(rows))",
+    ),
+    "a row forgets its outputs": Mutant(
+        "batch",
+        "known = state.prompt_token_ids + state.output_token_ids",
+        "known = state.prompt_token_ids[:]",
+    ),
+    "a piece starts over": Mutant("batch", "tokens[start : start + length]", "tokens[:length]"),
+    # The scheduler
+    "a slot comes free early": Mutant(
+        "scheduler", "        if request.num_in_flight:\n            return\n", ""
+    ),
+    "limits ignore what is in flight": Mutant(
+        "request",
+        "len(self.output_token_ids) + self.num_output_placeholders",
+        "len(self.output_token_ids)",
+    ),
+    "one name over a preemption": Mutant("scheduler", "if request.prefill_token_ids:", "if False:"),
+    "a start before all tokens are known": Mutant(
+        "scheduler",
+        "        if request.num_in_flight:\n            return False",
+        "        if False:\n            return False",
+    ),
+    "a late token is not dropped": Mutant(
+        "scheduler",
+        "            if request.status.is_finished:\n                self",
+        "            if False:\n                self",
+    ),
+    "finished requests are not reported": Mutant(
+        "scheduler",
+        "(request)\n            self._finished_req_ids.add(request.key)",
+        "(request)",
+    ),
+    "a paused request decodes": Mutant("scheduler", "if not (r.paused or ", "if not ("),
+    "a victim too many": Mutant("scheduler", "self._slots_come_free() or ", ""),
+    "an ending request is no hope": Mutant(
+        "scheduler", " or any(r.is_ending for r in self.running)", ""
+    ),
+    "the oldest is preempted": Mutant(
+        "scheduler", "max(victims, key=lambda r: r.order)", "min(victims, key=lambda r: r.order)"
+    ),
+    "pieces count as tokens": Mutant("scheduler", "+= not request.is_prefilling", "+= 1"),
+    "a preempted request keeps its count": Mutant(
+        "scheduler", "            request.num_computed_tokens = 0\n", ""
+    ),
+    "a preempted request forgets its outputs": Mutant(
+        "scheduler",
+        "= request.prompt_token_ids + request.output_token_ids",
+        "= request.prompt_token_ids",
+    ),
+    "more rows than the bucket": Mutant("scheduler", "[: self.max_batch_size]\n", "\n"),
+    "a failed step ends nobody": Mutant(
+        "scheduler", "elif model_runner_output.error is not None:", "elif False:"
+    ),
+    # The loop and its queue
+    "one step too many in flight": Mutant(
+        "loop",
+        "len(self.batch_queue) < self.max_concurrent_batches",
+        "len(self.batch_queue) <= self.max_concurrent_batches",
+    ),
+    "the last cause, not the first": Mutant("loop", "self._step_error or error", "error"),
+    "drain leaves steps": Mutant(
+        "loop", "        while self.batch_queue:\n", "        if self.batch_queue:\n"
+    ),
+    "the thread's failure is the step's": Mutant("queue", " or output.error is not error:", ":"),
+    "the watchdog sleeps": Mutant(
+        "queue", "            self._watch(step)\n        output", "        output"
+    ),
+    "a failed step stays in the queue": Mutant("queue", "        self._steps.popleft()\n", ""),
+}
+CONTROL = Mutant("runner", "if req_ids == prev_req_ids:", "if req_ids == prev_req_ids:")
+QUICK = (
+    "no remap",
+    "no snapshot",
+    "no materialization before the states change",
+    "the newest output alone",
+    "the copy does not wait",
+    "a slot comes free early",
+    "limits ignore what is in flight",
+    "one name over a preemption",
+)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Imports one module of the decode loop from a changed source."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self.name = f"neuron_streams.decode.{mutant.module}"
+        self.file = PACKAGE / f"{mutant.module}.py"
+        source = self.file.read_text()
+        if source.count(mutant.old) != 1:
+            raise LookupError(f"{mutant.old!r} is {source.count(mutant.old)} times in {self.file}")
+        self.code = compile(source.replace(mutant.old, mutant.new), str(self.file), "exec")
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        loader = _Loader(fullname, str(self.file))
+        loader.code = self.code
+        return importlib.util.spec_from_file_location(fullname, self.file, loader=loader)
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    code: CodeType
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.code
+
+
+def _live(mutant: Mutant) -> None:
+    """Exit with 0 if no test notices."""
+    if not os.environ.get("MUTANTS_VERBOSE"):
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
+    sys.meta_path.insert(0, _Finder(mutant))
+    os._exit(0 if _fuzz_passes() and _tests_pass() else 1)
+
+
+def _fuzz_passes() -> bool:
+    logging.disable()
+    try:
+        from tests.decode import fuzz
+
+        for seed in range(SCRIPTS):
+            fuzz.check_script(seed, fuzz.in_turn(seed))
+    except BaseException:
+        return False
+    logging.disable(logging.NOTSET)
+    return True
+
+
+def _tests_pass() -> bool:
+    import pytest
+
+    files = [str(HERE / f"test_{name}.py") for name in TESTS]
+    plugins = ["-p", "no:cacheprovider", "-p", "no:randomly"]
+    return pytest.main([*files, "-x", "-q", *plugins]) == 0
+
+
+def check(mutant: Mutant) -> str:
+    """How a mutant ended: `killed`, `killed (hangs)` or `SURVIVED`."""
+    _Finder(mutant)  # a guard that has moved is an error here, not a kill
+    child = multiprocessing.get_context("fork").Process(target=_live, args=(mutant,))
+    child.start()
+    child.join(TIMEOUT)
+    if child.is_alive():
+        child.kill()
+        child.join()
+        return "killed (hangs)"
+    return "SURVIVED" if child.exitcode == 0 else "killed"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="all by default")
+    parser.add_argument("--quick", action="store_true", help="a few of them")
+    options = parser.parse_args(argv)
+    import pytest  # noqa: F401  (once, ahead of the forks)
+    import torch  # noqa: F401
+
+    if check(CONTROL) != "SURVIVED":
+        print("The tests fail with nothing broken; run them first.")
+        return 2
+    survivors = []
+    for name in options.names or (QUICK if options.quick else MUTANTS):
+        start = time.monotonic()
+        end = check(MUTANTS[name])
+        print(f"{time.monotonic() - start:6.1f} s  {end:15} {name}", flush=True)
+        if end == "SURVIVED":
+            survivors.append(name)
+    print(f"{len(survivors)} survived" + "".join(f"\n  {name}" for name in survivors))
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
