@@ -77,8 +77,8 @@ class NativeBuffer(Buffer):
         self._failure = failure
         self.words[_POISONED] = failure is not None
 
-    def __del__(self) -> None:
-        owner = self.words[_OWNER]
+    def __del__(self, word: int = _OWNER) -> None:
+        owner = self.words[word]  # bound above: at exit the module's names may be gone
         if owner:
             self._library.release(owner)
         self.ledger.dead.append(self.nbytes)
