@@ -63,7 +63,7 @@ class StreamState:
             lane = context.runtime.open_lane(device, priority)
             self.last = Ticket(lane, 0)
         self.lane = lane
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a destructor inside a submission may submit
         self.waits: list[Ticket] = []  # only appended to, and cut off in front under the lock
         self.raised = 0  # failures of commands up to this one were raised by `synchronize`
         self.seen = 0  # ... were raised by somebody, so later events need not repeat them
