@@ -32,7 +32,11 @@ from neuron_streams.device import manual_seed_all as manual_seed_all
 from neuron_streams.device import set_device as set_device
 from neuron_streams.device import set_sync_debug_mode as set_sync_debug_mode
 from neuron_streams.device import synchronize as synchronize
+from neuron_streams.errors import AcceleratorError as AcceleratorError
+from neuron_streams.errors import CudaError as CudaError
+from neuron_streams.errors import OutOfMemoryError as OutOfMemoryError
 from neuron_streams.errors import UnsupportedError as UnsupportedError
+from neuron_streams.errors import check_error as check_error
 from neuron_streams.event import Event as Event
 from neuron_streams.executable import Executable as Executable
 from neuron_streams.executable import compile as compile

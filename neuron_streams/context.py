@@ -202,6 +202,8 @@ def _after_fork() -> None:
     held.context = None
     for found in list(_contexts):
         found.runtime = cast("Runtime", _Forked())
+        for state in found.states.values():
+            state.last = None  # which would answer without asking the runtime
 
 
 def index_of(device: DeviceLike, *, optional: bool = True) -> int:

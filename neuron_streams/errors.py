@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+import torch
+
 from neuron_streams._runtime.lanes import CancelledError as CancelledError
 from neuron_streams._runtime.manual import DeadlockError as DeadlockError
 
-__all__ = ["AbsentError", "CancelledError", "DeadlockError", "UnsupportedError"]
+__all__ = [
+    "AbsentError",
+    "AcceleratorError",
+    "CancelledError",
+    "CudaError",
+    "DeadlockError",
+    "OutOfMemoryError",
+    "UnsupportedError",
+    "check_error",
+]
+
+# torch's own classes, so that `except` clauses of CUDA code mean what they say.
+OutOfMemoryError: type[RuntimeError] = torch.OutOfMemoryError
+AcceleratorError: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
+
+
+class CudaError(RuntimeError):
+    """A status other than 0 that was given to `check_error`. Source: torch.cuda.CudaError."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"status {code}: no call of neuron_streams returns one, see its source")
+
+
+def check_error(res: int) -> None:
+    """Raise CudaError unless the status is 0. Source: torch.cuda.check_error."""
+    if res != 0:
+        raise CudaError(res)
 
 
 class UnsupportedError(NotImplementedError):

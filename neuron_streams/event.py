@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import NoReturn
 
 import torch
@@ -44,8 +45,6 @@ class Event(torch.Event):
     _marker: Marker | None
     _since: int
     _timed: bool
-    cuda_event = surface.Absent("torch.cuda.Event")
-    _as_parameter_ = surface.Absent("torch.cuda.Event")
     ipc_handle = surface.Absent("torch.cuda.Event")
     from_ipc_handle = surface.Absent("torch.cuda.Event")
 
@@ -87,6 +86,15 @@ class Event(torch.Event):
     def event_id(self) -> int:  # type: ignore[override]
         """0 before the first record, then a number that no other living event has."""
         return 0 if self._state is None else id(self)
+
+    @property
+    def cuda_event(self) -> int:
+        """`event_id` under the name that code for CUDA reads; no pointer to a CUDA event."""
+        return self.event_id
+
+    @property
+    def _as_parameter_(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.event_id)
 
     def record(self, stream: torch.Stream | None = None) -> None:
         """Take the place behind all work submitted so far to a stream (None: the current one).

@@ -64,7 +64,9 @@ def compile(  # noqa: A001  (torch spells it so)
 
     context()  # the first use of anything makes "neuron" a device
     name = name or getattr(function, "__name__", type(function).__name__).lower()
-    return Executable(*build(function, example_inputs, tuple(mutates), name, target))
+    examples = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
+    names = (mutates,) if isinstance(mutates, str) else tuple(mutates)
+    return Executable(*build(function, examples, names, name, target))
 
 
 class Executable:

@@ -137,7 +137,7 @@ class StreamState:
     def wait(self, ticket: Ticket) -> None:
         """Order what is submitted from now on behind a ticket."""
         lane, value = ticket
-        if lane == self.lane or self.context.runtime.completed(lane) >= value:
+        if self.context.runtime.completed(lane) >= value or lane == self.lane:
             return
         waits = self.waits
         try:

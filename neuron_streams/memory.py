@@ -92,22 +92,21 @@ def from_host(source: torch.Tensor, device: int) -> View:
 
 
 def to_host(view: View, out: torch.Tensor, non_blocking: bool) -> None:
-    """Copy a view into host memory, on the current stream of the view's device.
+    """Copy a view into host memory.
 
-    Host: waits for the copy unless `non_blocking`, and for the view's own writer. Stream: copies.
+    Host: `non_blocking` returns at once; else waits for the view's own writer, then copies. Stream:
+    the current one of the view's device copies if `non_blocking`, else nobody: what is queued there
+    has nothing to do with the view.
     """
     buffer = view.buffer
-    stream = current_stream(buffer.device)
-    if not non_blocking:
-        check_sync()
-        if buffer.writer is not None:
-            stream._state.wait(buffer.writer)
-    ticket = stream._submit(Copy(view, out, name="copy to host"), reads=(buffer,))
-    if not non_blocking:
-        context().runtime.wait(ticket)
-        if buffer.failure is not None:
-            raise_first((buffer.failure,))
-        raise_first(context().runtime.failures(ticket, ticket.value - 1))
+    if non_blocking:
+        command = Copy(view, out, name="copy to host")
+        current_stream(buffer.device)._submit(command, reads=(buffer,))
+        return
+    check_sync()
+    wait_for(buffer)
+    with torch.no_grad():
+        out.copy_(tensor_of(view))
 
 
 def copy_into(target: View, source: torch.Tensor, non_blocking: bool) -> None:
@@ -128,6 +127,7 @@ def copy_into(target: View, source: torch.Tensor, non_blocking: bool) -> None:
     if not non_blocking:
         check_sync()
         context().runtime.wait(ticket)
+        raise_first(context().runtime.failures(ticket, ticket.value - 1))
 
 
 def copy_between(target: View, source: View) -> None:
@@ -145,7 +145,8 @@ def copy_between(target: View, source: View) -> None:
 
 def wait_for(buffer: Buffer) -> None:
     """Wait for a buffer's own writer and raise what poisons it. Host: waits. Stream: nobody."""
+    runtime = context().runtime  # raises in the child of a fork, where memory is a stale copy
     if buffer.writer is not None:
-        context().runtime.wait(buffer.writer)
+        runtime.wait(buffer.writer)
     if buffer.failure is not None:
         raise_first((buffer.failure,))

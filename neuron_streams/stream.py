@@ -5,6 +5,7 @@ A stream is a view of a lane, whose objects share a `StreamState`. `external` ha
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -52,8 +53,6 @@ class NeuronStream(torch.Stream):
     __slots__ = ("__dict__", "_state", *weakly(torch.Stream))
 
     _state: StreamState
-    cuda_stream = surface.Absent("torch.cuda.Stream")
-    _as_parameter_ = surface.Absent("torch.cuda.Stream")
     __cuda_stream__ = surface.Absent("torch.cuda.Stream")
 
     def __new__(cls, device: DeviceLike = None, priority: int = 0, **kwargs: Any) -> Self:
@@ -94,6 +93,15 @@ class NeuronStream(torch.Stream):
     def native_handle(self) -> int:
         """What `get_stream_from_external` takes; 0 for a default stream."""
         return self.stream_id & ~1
+
+    @property
+    def cuda_stream(self) -> int:
+        """`native_handle` under the name that code for CUDA reads; no pointer to a CUDA stream."""
+        return self.native_handle
+
+    @property
+    def _as_parameter_(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.native_handle)
 
     def is_capturing(self) -> bool:
         """False: there is no graph capture."""

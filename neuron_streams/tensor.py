@@ -70,18 +70,40 @@ class NeuronTensor(torch.Tensor):
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As torch.Tensor.to; another device index is another device."""
+        args = _spelled_out(args)
+        copy = kwargs.pop("copy", False)
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if copy and (device is None or device.type != "cpu"):
+            device = self.device if device is None else device
         if device is None or device.type != "neuron":
             return super().to(*args, **kwargs)
         index = index_of(device)
         if dtype not in (None, self.dtype):
             raise _unsupported("to(dtype)")
-        if index == self.get_device() and not kwargs.get("copy", False):
+        if index == self.get_device() and not copy:
             return self
         size = tuple(self.shape)
         view = memory.empty(size, memory.contiguous(size), self.dtype, index)
         memory.copy_between(view, self._view)
         return NeuronTensor._wrap(view)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.to:  # of a host tensor, to the device of one of ours
+            args = (args[0], *_spelled_out(args[1:]))
+        elif func is torch.Tensor.type_as and isinstance(args[1], NeuronTensor):
+            return args[0].to(args[1].device, args[1].dtype)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self.cpu(), self.get_device())
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
         """A host copy. Host: waits for the tensor's own ticket and for the copy."""
@@ -136,7 +158,37 @@ def _unsupported(what: str) -> UnsupportedError:
     )
 
 
+def _spelled_out(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`to(other)` as `to(device, dtype)`: below Python every device of ours has the index 0."""
+    if args and isinstance(args[0], NeuronTensor):
+        return (args[0].device, args[0].dtype, *args[1:])
+    return args
+
+
+def _rebuild(values: torch.Tensor, device: int) -> torch.Tensor:
+    context()  # in a fresh process torch does not know the name yet
+    return values.to(torch.device("neuron", min(device, context().count - 1)))
+
+
+def _broadcasts(size: torch.Size, wanted: torch.Size) -> bool:
+    """Whether a tensor of one size can be copied into one of another."""
+    fits = all(a in (1, b) for a, b in zip(reversed(size), reversed(wanted), strict=False))
+    return len(size) <= len(wanted) and fits
+
+
+def _copy_from(
+    source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
+) -> torch.Tensor:
+    """What `torch.tensor(values, device="neuron")` ends in."""
+    return _copy_(target, source, non_blocking)
+
+
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if source.shape != target.shape and not _broadcasts(source.shape, target.shape):
+        raise RuntimeError(
+            f"copy_: a tensor of shape {list(source.shape)} cannot be broadcast to "
+            f"{list(target.shape)}; reshape it first"
+        )
     if isinstance(target, NeuronTensor):
         if isinstance(source, NeuronTensor):
             memory.copy_between(target._view, source._view)
@@ -158,11 +210,22 @@ def _to_copy(
 ) -> torch.Tensor:
     if device is None or device.type != "cpu":
         raise _unsupported("aten._to_copy on the device")
-    out = torch.empty(source.shape, dtype=dtype or source.dtype)
+    out = _like(source, dtype or source.dtype, memory_format)
     if non_blocking:
         memory.mark_pinned(out)
     memory.to_host(source._view, out, non_blocking)
     return out
+
+
+def _like(
+    source: NeuronTensor, dtype: torch.dtype, memory_format: torch.memory_format | None
+) -> torch.Tensor:
+    """An empty host tensor laid out as torch would lay out a copy."""
+    if memory_format in (None, torch.preserve_format) and source._view.is_contiguous:
+        return torch.empty(source.shape, dtype=dtype)
+    shape = torch.empty_strided(source._view.size, source._view.stride, device="meta")
+    kept = torch.empty_like(shape, memory_format=memory_format or torch.preserve_format)
+    return torch.empty_strided(kept.shape, kept.stride(), dtype=dtype)
 
 
 def _local_scalar_dense(source: NeuronTensor) -> bool | int | float | complex:
@@ -195,6 +258,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.record_stream.default: _record_stream,
     aten.detach.default: _alias,
     aten.alias.default: _alias,
+    aten.lift_fresh.default: _alias,
+    aten.detach_.default: lambda tensor: tensor,
     aten.is_pinned.default: _is_pinned,
 }
 
@@ -234,7 +299,11 @@ def register_factories() -> None:
     global _library
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        for name, kernel in (("empty.memory_format", _empty), ("empty_strided", _empty_strided)):
+        for name, kernel in (
+            ("empty.memory_format", _empty),
+            ("empty_strided", _empty_strided),
+            ("_copy_from", _copy_from),
+        ):
             _library.impl(name, kernel, "PrivateUse1")  # type: ignore[no-untyped-call]
         if not torch.cuda.is_available():  # CUDA pins memory of its own
             for name, pinning in (("is_pinned", _is_pinned), ("_pin_memory", _pin_memory)):

@@ -120,6 +120,8 @@ if child == 0:
     calls = dict(
         current=neuron_streams.current_stream, stream=neuron_streams.Stream, query=s.query,
         wait=e.synchronize, read=x.tolist, device=neuron_streams.synchronize,
+        record=lambda: e.record(s), wait_event=lambda: s.wait_event(e),
+        wait_stream=lambda: s.wait_stream(s), copy=lambda: x.copy_(x),
     )
     assert not neuron_streams.is_initialized()
     assert neuron_streams._is_in_bad_fork()

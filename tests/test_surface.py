@@ -108,8 +108,8 @@ def test_what_is_absent_says_what_to_use(row):
 
 
 def test_absent_methods_raise_on_objects():
-    with pytest.raises(AbsentError, match=r"^neuron_streams\.Stream\.cuda_stream: absent"):
-        _ = neuron_streams.Stream().cuda_stream
+    with pytest.raises(AbsentError, match=r"^neuron_streams\.Stream\.__cuda_stream__: absent"):
+        _ = neuron_streams.Stream().__cuda_stream__
     with pytest.raises(AbsentError, match="torch.multiprocessing"):
         neuron_streams.Event().ipc_handle()
     assert not hasattr(neuron_streams.Event, "from_ipc_handle")
@@ -140,3 +140,33 @@ def test_the_readme_shows_the_table():
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     shown = readme.split("<!-- surface -->")[1].split("<!-- /surface -->")[0]
     assert shown.strip() == surface.markdown().strip(), "put `neuron-streams surface` there again"
+
+
+ASKED_FOR = {
+    "torch.cuda": "current_stream default_stream set_stream stream StreamContext synchronize "
+    "get_stream_from_external current_device device_count is_available is_initialized init "
+    "set_device device device_of _DeviceGuard _exchange_device _maybe_exchange_device "
+    "_set_stream_by_id _sleep set_sync_debug_mode get_sync_debug_mode "
+    "is_current_stream_capturing check_error CudaError OutOfMemoryError AcceleratorError Stream "
+    "ExternalStream Event",
+    "torch.cuda.Stream": "stream_id device_index device_type device cuda_stream priority "
+    "native_handle _as_parameter_ priority_range query synchronize is_capturing wait_event "
+    "wait_stream record_event",
+    "torch.cuda.Event": "query wait synchronize device cuda_event event_id elapsed_time record",
+}
+
+
+def test_what_streams_are_made_of_is_there():
+    """`__cuda_stream__` alone is not: who calls it takes the answer for a pointer."""
+    kinds = {(row.space, row.name): row.kind for row in ROWS}
+    for space, names in ASKED_FOR.items():
+        for name in names.split():
+            assert kinds[space, name] in ("match", "modified"), (space, name)
+
+
+def test_exceptions_of_cuda_code_are_classes_that_can_be_caught():
+    assert neuron_streams.OutOfMemoryError is torch.OutOfMemoryError
+    assert issubclass(neuron_streams.AcceleratorError, RuntimeError)
+    assert neuron_streams.check_error(0) is None
+    with pytest.raises(neuron_streams.CudaError, match="^status 700"):
+        neuron_streams.check_error(700)

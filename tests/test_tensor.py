@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
@@ -93,3 +95,56 @@ def test_reading_waits_for_its_own_ticket_only(mode):
         with Gate(busy):
             assert y.tolist() == [1.0, 1.0]
             assert not busy.query()
+
+
+def test_a_tensor_as_the_target_of_to_means_its_device(mode):
+    there = torch.arange(4.0).to("neuron:1")
+    for made in (torch.ones(4).to(there), there.to(there), torch.ones(4).type_as(there)):
+        assert made.device == torch.device("neuron:1")
+    assert there.to(there) is there
+    assert torch.ones(2, dtype=torch.int64).to(there).dtype == torch.float32
+
+
+def test_to_with_copy_is_another_tensor(mode):
+    x = torch.arange(4.0).to("neuron:1")
+    y = x.to("neuron:1", copy=True)
+    assert y is not x
+    assert y.device == x.device
+    assert y.tolist() == x.tolist()
+
+
+def test_a_copy_of_the_wrong_shape_is_refused_at_the_call(mode):
+    x = torch.zeros(4).to("neuron")
+    x.copy_(torch.ones(4))
+    for wrong in (torch.ones(3), torch.ones(3).to("neuron")):
+        with pytest.raises(RuntimeError, match="cannot be broadcast to"):
+            x.copy_(wrong)
+    assert x.tolist() == [1.0] * 4
+    x.copy_(torch.tensor(3.0))
+    assert x.tolist() == [3.0] * 4
+
+
+def test_tensors_from_values(mode):
+    assert torch.tensor([1, 2], device="neuron").tolist() == [1, 2]
+    assert torch.tensor([1.5], device="neuron:1").device == torch.device("neuron:1")
+
+
+def test_layouts_survive_a_round_trip(mode):
+    x = torch.arange(6.0).view(2, 3).t()
+    assert x.to("neuron").cpu().stride() == x.stride()
+    y = torch.zeros(1, 2, 3, 4).to("neuron").cpu(memory_format=torch.channels_last)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_pickle_holds_values_and_device(mode):
+    x = pickle.loads(pickle.dumps(torch.arange(3).to("neuron:1")))
+    assert x.device == torch.device("neuron:1")
+    assert x.tolist() == [0, 1, 2]
+
+
+def test_a_host_read_waits_for_nothing_else_on_its_own_stream(mode):
+    with use_runtime(ManualRuntime()):
+        x = torch.ones(2).to("neuron")
+        with Gate():
+            assert x.tolist() == [1.0, 1.0]
+            assert not neuron_streams.current_stream().query()

@@ -82,7 +82,23 @@ def read(path: str | os.PathLike[str]) -> tuple[Signature, Payload]:
     digests = {name: hashlib.sha256(entry).hexdigest() for name, entry in data.items()}
     if digests != manifest["sha256"]:
         raise ValueError(f"{path} is damaged: its entries are not those that were saved.")
-    return _signature(manifest), _payload(path, manifest, data)
+    try:
+        signature, payload = _signature(manifest), _payload(path, manifest, data)
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: its manifest has no good {error}.") from error
+    if payload.format == "program":
+        _check_layouts(path, signature, payload.content)
+    return signature, payload
+
+
+def _check_layouts(path: str | os.PathLike[str], signature: Signature, program: Program) -> None:
+    """What a call is checked against must be what the libraries read."""
+    promised = [(spec.dtype, spec.shape) for spec in signature.inputs]
+    if promised != [(layout.dtype, layout.size) for layout in program.inputs]:
+        raise ValueError(
+            f"{path} is damaged: its manifest describes other inputs than its libraries take. "
+            "Compile it again."
+        )
 
 
 def _signature(manifest: dict[str, Any]) -> Signature:
