@@ -227,7 +227,7 @@ def gil_share() -> Iterator[Row]:
 
     beside()
     shares = []
-    for _ in range(5):
+    for _ in range(9):
         count, seconds = beside()
         shares.append(count / max(1, spin(seconds)))
     share = statistics.median(shares)
