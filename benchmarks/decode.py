@@ -24,7 +24,14 @@ import torch
 from tqdm import tqdm
 
 import neuron_streams
-from benchmarks.overlap import ToyModel, _burn, alone, compute_intervals, transformers_generate
+from benchmarks.overlap import (
+    ToyModel,
+    _burn,
+    alone,
+    compute_intervals,
+    smollm2_model,
+    transformers_generate,
+)
 from benchmarks.report import Row, percentile, spin, timed
 from neuron_streams.decode import DecodeLoop, SamplingParams
 from neuron_streams.decode.model import SamplingTensors
@@ -206,20 +213,12 @@ def toy_load(length: int) -> Load:
 
 
 def language_model(batch: int) -> Iterator[Row]:
-    from models.loader import load
     from models.smollm2 import smollm2
     from models.tokenizer import Tokenizer
 
     folder = smollm2()
     prompt = Tokenizer.load(folder).encode_chat(PROMPT)
-    model = load(
-        folder,
-        max_length=512,
-        num_slots=batch + 1,
-        batch_buckets=(batch,),
-        prompt_buckets=(64,),
-    )
-    model.warm_up()
+    model = smollm2_model(folder, batch)
     model.warm_up(gather=True)
     rows = torch.zeros(batch, dtype=torch.int32)
     device = statistics.median(_device_step(model, rows) for _ in range(ROUNDS))

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
@@ -26,6 +26,9 @@ from neuron_streams._runtime import process
 from neuron_streams._runtime.port import Unit
 from neuron_streams.decode import DecodeLoop, SamplingParams
 from neuron_streams.decode.model import SamplingTensors
+
+if TYPE_CHECKING:
+    from models.llama import Llama
 
 DEVICE_MS, HOST_MS = 5.0, 2.0
 ROUNDS, STEPS, WARM = 7, 60, 10
@@ -240,9 +243,23 @@ def gil_share() -> Iterator[Row]:
     )
 
 
+def smollm2_model(folder: Path, batch: int) -> Llama:
+    """The language model with one decode bucket and one prompt bucket, compiled."""
+    from models.loader import load
+
+    model = load(
+        folder,
+        max_length=512,
+        num_slots=batch + 1,
+        batch_buckets=(batch,),
+        prompt_buckets=(64,),
+    )
+    model.warm_up()
+    return model
+
+
 def language_model(tokens: int = 64) -> Iterator[Row]:
     """SmolLM2-135M at batch 1 and 8: overlap, tokens/s, and transformers' `generate` beside it."""
-    from models.loader import load
     from models.smollm2 import smollm2
     from models.tokenizer import Tokenizer
 
@@ -250,14 +267,7 @@ def language_model(tokens: int = 64) -> Iterator[Row]:
     prompt = Tokenizer.load(folder).encode_chat("Tell me a long story about the sea.")
     for batch in (1, 8):
         label = f"SmolLM2 batch {batch}"
-        model = load(
-            folder,
-            max_length=512,
-            num_slots=batch + 1,
-            batch_buckets=(batch,),
-            prompt_buckets=(64,),
-        )
-        model.warm_up()
+        model = smollm2_model(folder, batch)
         yield from compare(label, model, [prompt] * batch, tokens, rounds=3)
         peer, ours = [], []
         generate = transformers_generate(folder, prompt, batch, tokens)

@@ -73,8 +73,8 @@ class NeuronTensor(torch.Tensor):
         args = _spelled_out(args)
         copy = kwargs.pop("copy", False)
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        if copy and (device is None or device.type != "cpu"):
-            device = self.device if device is None else device
+        if copy and device is None:
+            device = self.device
         if device is None or device.type != "neuron":
             return super().to(*args, **kwargs)
         index = index_of(device)
@@ -221,9 +221,10 @@ def _like(
     source: NeuronTensor, dtype: torch.dtype, memory_format: torch.memory_format | None
 ) -> torch.Tensor:
     """An empty host tensor laid out as torch would lay out a copy."""
-    if memory_format in (None, torch.preserve_format) and source._view.is_contiguous:
-        return torch.empty(source.shape, dtype=dtype)
-    shape = torch.empty_strided(source._view.size, source._view.stride, device="meta")
+    size, stride = source._view.size, source._view.stride
+    if memory_format in (None, torch.preserve_format) and stride == memory.contiguous(size):
+        return torch.empty(size, dtype=dtype)
+    shape = torch.empty_strided(size, stride, device="meta")
     kept = torch.empty_like(shape, memory_format=memory_format or torch.preserve_format)
     return torch.empty_strided(kept.shape, kept.stride(), dtype=dtype)
 

@@ -132,15 +132,6 @@ class View:
         return math.prod(self.size) * self.dtype.itemsize
 
     @property
-    def is_contiguous(self) -> bool:
-        step = 1
-        for extent, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
-            if extent != 1 and stride != step:
-                return False
-            step *= extent
-        return True
-
-    @property
     def whole(self) -> bool:
         """Whether writing the view overwrites every byte of its buffer."""
         return self.nbytes == self.buffer.nbytes
