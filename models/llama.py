@@ -130,7 +130,7 @@ class Llama:
         executable = self._executable(kind, inputs[0].shape[1])
         for slot, wanted in zip(slots.tolist(), sampled, strict=True):
             (self._sampling_slots.add if wanted else self._sampling_slots.discard)(slot)
-        result: Tensor = executable(*inputs, *sampling, *self._state.values())
+        result: Tensor = executable(*inputs, *sampling[:4], *self._state.values())
         return result
 
     def decode(self, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 It runs on `neuron_streams` or, with `streams=torch.cuda`, on a GPU. `DecodeLoop` is the way in;
 the parts are public for those who build a loop of their own.
 
+    sampling_params.py  how tokens are chosen, and when to stop
     request.py    what a caller asks for and gets
     schedule.py   a step, as data
     scheduler.py  who runs next, in which slot
@@ -22,17 +23,20 @@ from neuron_streams.decode.batch import CachedRequestState as CachedRequestState
 from neuron_streams.decode.batch import InputBatch as InputBatch
 from neuron_streams.decode.gather import GatherRunner as GatherRunner
 from neuron_streams.decode.loop import DecodeLoop as DecodeLoop
+from neuron_streams.decode.model import Adjustments as Adjustments
 from neuron_streams.decode.model import ChunkModel as ChunkModel
 from neuron_streams.decode.model import GatherModel as GatherModel
+from neuron_streams.decode.model import LogprobsTensors as LogprobsTensors
 from neuron_streams.decode.model import Model as Model
+from neuron_streams.decode.model import SamplerOutput as SamplerOutput
 from neuron_streams.decode.model import SamplingTensors as SamplingTensors
 from neuron_streams.decode.output import AsyncModelRunnerOutput as AsyncModelRunnerOutput
 from neuron_streams.decode.output import ModelRunnerOutput as ModelRunnerOutput
 from neuron_streams.decode.request import Request as Request
 from neuron_streams.decode.request import RequestOutput as RequestOutput
 from neuron_streams.decode.request import RequestStatus as RequestStatus
-from neuron_streams.decode.request import SamplingParams as SamplingParams
 from neuron_streams.decode.runner import ModelRunner as ModelRunner
+from neuron_streams.decode.sampling_params import SamplingParams as SamplingParams
 from neuron_streams.decode.schedule import SchedulerOutput as SchedulerOutput
 from neuron_streams.decode.scheduler import Scheduler as Scheduler
 from neuron_streams.decode.stats import DecodeStats as DecodeStats

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 
 from neuron_streams.decode.model import SamplingTensors
-from neuron_streams.decode.request import RequestKey, SamplingParams
+from neuron_streams.decode.request import RequestKey
+from neuron_streams.decode.sampling_params import SamplingParams
 
 __all__ = ["PLACEHOLDER", "CachedRequestState", "InputBatch", "ModelInput", "bucket_of"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from neuron_streams.decode.request import RequestOutput, SamplingParams
+from neuron_streams.decode.request import RequestOutput
+from neuron_streams.decode.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from neuron_streams.decode.loop import DecodeLoop

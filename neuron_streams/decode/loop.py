@@ -18,8 +18,9 @@ from neuron_streams.decode.generate import generate
 from neuron_streams.decode.model import Model
 from neuron_streams.decode.output import OutputHandler, Streams, resolve_streams
 from neuron_streams.decode.queue import BatchQueue
-from neuron_streams.decode.request import RequestOutput, SamplingParams
+from neuron_streams.decode.request import RequestOutput
 from neuron_streams.decode.runner import ModelRunner
+from neuron_streams.decode.sampling_params import SamplingParams
 from neuron_streams.decode.scheduler import Scheduler
 from neuron_streams.decode.stats import DecodeStats
 

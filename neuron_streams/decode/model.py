@@ -2,27 +2,102 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-__all__ = ["FROM_DEVICE", "ChunkModel", "GatherModel", "Model", "SamplingTensors"]
+__all__ = [
+    "FROM_DEVICE",
+    "MAX_LOGPROBS",
+    "Adjustments",
+    "ChunkModel",
+    "GatherModel",
+    "LogprobsTensors",
+    "Model",
+    "Sampled",
+    "SamplerOutput",
+    "SamplingTensors",
+]
 
 FROM_DEVICE = -1
 """In the ids of `decode_gather`: the token that the device sampled last for the row's slot."""
+
+MAX_LOGPROBS = 20
+"""Most alternatives of a token whose log-probabilities a request may ask for."""
+
+
+class Adjustments(NamedTuple):
+    """What few requests ask for, of n prefill rows: host tensors, neutral where a row does not.
+
+    The history of a row is what the device has seen of it: the tokens whose keys and values its
+    slot holds, the one that the step brings included. Those at positions below
+    `num_prompt_tokens` are its prompt, the others its output. In this order, on the model's
+    logits: `logit_bias` is added; below position `min_length` the tokens of `stop_mask` are
+    excluded; `repetition_penalty` divides positive logits of tokens in the history and multiplies
+    negative ones; `frequency_penalty` is subtracted once for each time that a token is in the
+    output, `presence_penalty` once if it is. After temperature, top-k and top-p, tokens less likely
+    than `min_p` times the likeliest are excluded.
+
+    Attributes:
+        min_p, repetition_penalty, presence_penalty, frequency_penalty: float32 [n]; 0, 1, 0 and 0
+            are neutral.
+        num_prompt_tokens: int32 [n].
+        min_length: int32 [n], the first position at which a token of `stop_mask` may be sampled.
+        num_logprobs: int32 [n], how many alternatives are wanted; -1 for no log-probabilities.
+        logit_bias: float32 [n, vocab].
+        stop_mask: bool [n, vocab].
+    """
+
+    min_p: torch.Tensor
+    repetition_penalty: torch.Tensor
+    presence_penalty: torch.Tensor
+    frequency_penalty: torch.Tensor
+    num_prompt_tokens: torch.Tensor
+    min_length: torch.Tensor
+    num_logprobs: torch.Tensor
+    logit_bias: torch.Tensor
+    stop_mask: torch.Tensor
 
 
 class SamplingTensors(NamedTuple):
     """Sampling parameters of n prefill rows, host tensors of shape [n].
 
     `temperature` float32 (0 is greedy), `top_k` int32 (0 is off), `top_p` float32 (1.0 is off),
-    `seed` int64.
+    `seed` int64. `adjustments` is None where no row asks for any.
     """
 
     temperature: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
     seed: torch.Tensor
+    adjustments: Adjustments | None = None
+
+
+class LogprobsTensors(NamedTuple):
+    """Log-probabilities of B sampled tokens, futures; of the model's own logits, unadjusted.
+
+    Column 0 is the sampled token, the others the `MAX_LOGPROBS` likeliest, best first.
+
+    Attributes:
+        logprob_token_ids: int32 [B, 1 + MAX_LOGPROBS].
+        logprobs: float32 [B, 1 + MAX_LOGPROBS].
+        selected_token_ranks: int32 [B], 1 where the sampled token is the likeliest.
+    """
+
+    logprob_token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    selected_token_ranks: torch.Tensor
+
+
+class SamplerOutput(NamedTuple):
+    """What a step gives where the slot of a row wants log-probabilities."""
+
+    sampled_token_ids: torch.Tensor
+    logprobs_tensors: LogprobsTensors
+
+
+Sampled: TypeAlias = torch.Tensor | SamplerOutput
+"""int32 [B] sampled token ids, a future; with their log-probabilities where a row wants them."""
 
 
 class Model(Protocol):

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from neuron_streams.decode.model import Model
+from neuron_streams.decode.sampling_params import SamplingParams
 
 __all__ = [
     "Request",
     "RequestKey",
     "RequestOutput",
     "RequestStatus",
-    "SamplingParams",
     "check_prompt",
 ]
 
@@ -44,50 +43,6 @@ class RequestStatus(enum.Enum):
     @property
     def finish_reason(self) -> str | None:
         return self.value if self.is_finished else None
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How to choose tokens, and when to stop.
-
-    Args:
-        max_tokens: Most tokens to generate, at least 1. Capped where prompt and output together
-            would not fit the model's `max_length`; the finish reason is then `"length"` too.
-        temperature: 0 is greedy.
-        top_k: Keep the k likeliest tokens; 0 keeps all.
-        top_p: Keep the likeliest tokens up to this mass, in (0, 1].
-        seed: Of the request's own random stream, 64 bits; None draws one at admission.
-        stop_token_ids: Tokens that end the request, as the model's end-of-sequence tokens do. The
-            token that ends it is part of the output.
-        ignore_eos: Go on after an end-of-sequence token.
-
-    Raises:
-        ValueError: A value is out of its range.
-    """
-
-    max_tokens: int = 16
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens}; it must be 1 or more.")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(
-                f"temperature is {self.temperature}; it must be a finite number, 0 or more"
-                " (0 is greedy)."
-            )
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}; it must be 0 (off) or more.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off).")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}; it must fit a signed 64-bit integer.")
 
 
 @dataclass(slots=True, eq=False)

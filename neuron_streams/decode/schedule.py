@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from neuron_streams.decode.request import Request, RequestKey, SamplingParams
+from neuron_streams.decode.request import Request, RequestKey
+from neuron_streams.decode.sampling_params import SamplingParams
 
 __all__ = ["NewRequestData", "SchedulerOutput"]
 

@@ -24,9 +24,9 @@ from neuron_streams.decode.request import (
     RequestKey,
     RequestOutput,
     RequestStatus,
-    SamplingParams,
     check_prompt,
 )
+from neuron_streams.decode.sampling_params import SamplingParams
 from neuron_streams.decode.schedule import NewRequestData, SchedulerOutput
 from neuron_streams.decode.stats import DecodeStats
 

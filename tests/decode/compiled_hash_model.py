@@ -106,7 +106,7 @@ class CompiledHashModel(Sizes):
     def prefill(
         self, input_ids: Tensor, lengths: Tensor, slots: Tensor, sampling: SamplingTensors
     ) -> Tensor:
-        inputs = (input_ids, lengths, slots, *sampling)
+        inputs = (input_ids, lengths, slots, *sampling[:4])
         return self._run("prefill", prefill, inputs, self.state)
 
     def decode(self, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ def test_sampling_tensors_are_in_row_order() -> None:
     batch = InputBatch(2, 4)
     batch.add_request(state("a", [1], 1, temperature=0.5, top_k=3))
     batch.add_request(state("b", [1], 2, top_p=0.25))
-    temperature, top_k, top_p, seed = batch.sampling_tensors()
+    temperature, top_k, top_p, seed = batch.sampling_tensors()[:4]
     assert temperature.tolist() == [0.5, 0.0]
     assert top_k.tolist() == [3, 0]
     assert top_p.tolist() == [1.0, 0.25]

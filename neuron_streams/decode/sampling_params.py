@@ -1,0 +1,123 @@
+"""How a request wants its tokens chosen, and when it ends; the names are vLLM's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from neuron_streams.decode.model import MAX_LOGPROBS
+
+__all__ = ["SamplingParams"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens, and when to stop.
+
+    Args:
+        max_tokens: Most tokens to generate, at least 1. Capped where prompt and output together
+            would not fit the model's `max_length`; the finish reason is then `"length"` too.
+        temperature: 0 is greedy.
+        top_k: Keep the k likeliest tokens; 0 keeps all.
+        top_p: Keep the likeliest tokens up to this mass, in (0, 1].
+        seed: Of the request's own random stream, 64 bits; None draws one at admission.
+        stop_token_ids: Tokens that end the request, as the model's end-of-sequence tokens do. The
+            token that ends it is part of the output.
+        ignore_eos: Go on after an end-of-sequence token.
+        min_p: Exclude tokens less likely than this times the likeliest, in [0, 1]; 0 is off.
+        repetition_penalty: Makes what is in the prompt or the output less likely above 1, and more
+            likely below; 1 is off, it must be above 0.
+        presence_penalty, frequency_penalty: Taken from the logits of what is in the output, once
+            and once for each time; 0 is off.
+        logit_bias: Added to the logits of these token ids; -inf excludes one.
+        logprobs: Also give the log-probability of each token, and of so many likeliest ones, up to
+            `MAX_LOGPROBS`. Of the model's own logits, before anything above changes them.
+        min_tokens: Sample no stop and no end-of-sequence token, and heed no stop string, before so
+            many tokens are out.
+        stop: Strings that end the request once its text has one. The loop needs a tokenizer.
+        include_stop_str_in_output: Keep the stop string at the end of the text.
+
+    Raises:
+        ValueError: A value is out of its range.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}) or None)
+        self._check_choice()
+        self._check_adjustments()
+        self._check_end()
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether it asks for any of `Adjustments`."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        others = self.min_p or self.logit_bias or self.min_tokens or self.logprobs is not None
+        return bool(penalties or others)
+
+    def _check_choice(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}; it must be 1 or more.")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(
+                f"temperature is {self.temperature}; it must be a finite number, 0 or more"
+                " (0 is greedy)."
+            )
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; it must be 0 (off) or more.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off).")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}; it must fit a signed 64-bit integer.")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}; it must be from 0 (off) to 1.")
+
+    def _check_adjustments(self) -> None:
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise ValueError(
+                f"repetition_penalty is {self.repetition_penalty}; it must be a finite number above"
+                " 0 (1 is off)."
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(value := getattr(self, name)):
+                raise ValueError(f"{name} is {value}; it must be a finite number (0 is off).")
+        for token_id, bias in (self.logit_bias or {}).items():
+            if math.isnan(bias) or bias == math.inf:
+                raise ValueError(
+                    f"logit_bias of token {token_id} is {bias}; it must be a number, or -inf to"
+                    " exclude the token."
+                )
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise ValueError(
+                f"logprobs is {self.logprobs}; it must be from 0 (of the chosen token alone) to"
+                f" {MAX_LOGPROBS}, or None (off)."
+            )
+
+    def _check_end(self) -> None:
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}; it must be from 0 (off) to max_tokens, which is"
+                f" {self.max_tokens}."
+            )
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"stop is {self.stop!r}; it must be strings, none of them empty.")
