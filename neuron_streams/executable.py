@@ -78,15 +78,14 @@ class Executable:
     def __init__(self, signature: Signature, payload: Payload) -> None:
         self._signature = signature
         self._payload = payload
+        self._name = signature.name
         self._handles: dict[int, tuple[Runtime, Handle]] = {}
         self._mutated = tuple(
             n for n, spec in enumerate(signature.inputs) if spec.name in signature.mutates
         )
         self._expected = tuple((s.dtype, s.shape, s.stride) for s in signature.inputs)
-        self._made = tuple(
-            (s.dtype, s.shape, s.stride, math.prod(s.shape) * s.dtype.itemsize)
-            for s in signature.outputs
-        )
+        self._made = tuple((s.dtype, s.shape, s.stride) for s in signature.outputs)
+        self._nbytes = tuple(math.prod(s.shape) * s.dtype.itemsize for s in signature.outputs)
         self._rebuild = _rebuilder(signature.structure)
 
     @property
@@ -132,32 +131,30 @@ class Executable:
         stream = current_stream()
         state = stream._state
         device, runtime = state.device, state.context.runtime
-        expected = self._expected
-        if len(tensors) != len(expected):
+        if len(tensors) != len(self._expected):
             raise self._wrong_count(len(tensors))
-        views = []
-        for number, tensor in enumerate(tensors):
-            if type(tensor) is NeuronTensor:
-                view = tensor._view
-                form = (view.dtype, view.size, view.stride, view.buffer.device)
-                if form == (*expected[number], device):
-                    views.append(view)
-                    continue
-            views.append(self._view_of(number, tensor, device))
+        views: list[View] = []
+        reads: list[Buffer] = []
+        for tensor, form in zip(tensors, self._expected):  # noqa: B905  (a call for a keyword)
+            view = tensor._view if type(tensor) is NeuronTensor else None
+            if view is None or view.form != form or view.buffer.device != device:
+                view = self._view_of(len(views), tensor, device)
+            views.append(view)
+            reads.append(view.buffer)
         loaded = self._handles.get(device)
         handle = loaded[1] if loaded and loaded[0] is runtime else self._load(runtime, device)
-        results = [
-            View(runtime.allocate(device, nbytes), dtype, size, stride)
-            for dtype, size, stride, nbytes in self._made
-        ]
-        buffers = tuple([view.buffer for view in results])
-        inputs = tuple(views)
-        if self._mutated and len({id(view.buffer) for view in inputs}) < len(inputs):
-            self._check_apart(inputs)
-        command = Execute(handle, inputs, buffers, self._mutated, name=self._signature.name)
-        written = [inputs[n].buffer for n in self._mutated]
-        stream._submit(command, [view.buffer for view in inputs], [*buffers, *written])
-        return self._rebuild([NeuronTensor._wrap(view) for view in results])
+        made = [runtime.allocate(device, nbytes) for nbytes in self._nbytes]
+        writes = made
+        if self._mutated:
+            if len(set(reads)) < len(reads):
+                self._check_apart(views)
+            writes = made + [reads[n] for n in self._mutated]
+        command = Execute(handle, tuple(views), tuple(made), self._mutated, name=self._name)
+        state.submit(command, reads, writes)
+        results = []
+        for buffer, (dtype, size, stride) in zip(made, self._made):  # noqa: B905
+            results.append(NeuronTensor._wrap(View(buffer, dtype, size, stride)))
+        return self._rebuild(results)
 
     def _load(self, runtime: Runtime, device: int) -> Handle:
         handle = runtime.load(self._payload, device)

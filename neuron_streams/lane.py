@@ -85,11 +85,10 @@ class StreamState:
         try:
             with self.lock:
                 after = self.waits[:]
-                waits = len(after)
+                waits, implicit = len(after), self.implicit
                 for buffer in reads:
                     buffer.named = True
-                    writer = buffer.writer
-                    if self.implicit and writer is not None and writer.lane != lane:
+                    if implicit and (writer := buffer.writer) is not None and writer[0] != lane:
                         after.append(writer)
                 ticket = self._submit(command, after, waits)
                 for buffer in writes:

@@ -48,8 +48,8 @@ def mark_pinned(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     if storage not in _pinned:
         _pinned.add(storage)
-        pinned.add(storage.nbytes())
-        weakref.finalize(storage, pinned.dead.append, storage.nbytes()).atexit = False
+        pinned.born(storage.nbytes())
+        weakref.finalize(storage, pinned.dead, storage.nbytes()).atexit = False
 
 
 def pin(source: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ and `to` tell the truth.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,14 +38,16 @@ class NeuronTensor(torch.Tensor):
 
     @staticmethod
     def _wrap(view: View, requires_grad: bool = False) -> NeuronTensor:
+        rare: dict[str, Any] = {"storage_offset": view.offset} if view.offset else {}
+        if requires_grad:
+            rare["requires_grad"] = True
         made: NeuronTensor = torch.Tensor._make_wrapper_subclass(
             NeuronTensor,
             view.size,
             strides=view.stride,
-            storage_offset=view.offset,
             dtype=view.dtype,
-            device=torch.device(_WRAPPED),
-            requires_grad=requires_grad,
+            device=_wrapped(),
+            **rare,
         )
         made._view = view
         return made
@@ -148,7 +151,10 @@ class NeuronTensor(torch.Tensor):
         return result
 
 
-_WRAPPED = "neuron:0"
+@functools.cache
+def _wrapped() -> torch.device:
+    """The device below Python; there is none of that name before the first use of ours."""
+    return torch.device("neuron:0")
 
 
 def _unsupported(what: str) -> UnsupportedError:

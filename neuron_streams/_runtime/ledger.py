@@ -1,7 +1,8 @@
 """How much memory a device has given out: counted as buffers are made and die.
 
-A buffer may die anywhere, also inside a lock, so its end is only noted in a queue; whoever looks
-next takes it into account. A file of its own because every runtime counts the same way.
+A buffer may die anywhere, also inside a lock, and is made for each output of each call, so both are
+only noted in a queue; whoever looks next counts them. A file of its own because every runtime
+counts the same way.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import threading
 from collections import deque
 
 __all__ = ["Count", "Ledger"]
+
+MOST_NOTED = 4096  # then they are counted although nobody looks
 
 
 class Count:
@@ -37,24 +40,38 @@ class Count:
 
 
 class Ledger:
-    """The allocations of one memory: how many, and how many bytes. Thread-safe."""
+    """The allocations of one memory: how many, and how many bytes. Thread-safe.
+
+    `born` and `dead` only note what happened, in order; whoever reads the counts settles it.
+    """
 
     def __init__(self) -> None:
-        self.dead: deque[int] = deque()  # bytes of each allocation that died, not yet counted
+        self._noted: deque[int] = deque()  # bytes that came, or -1 - bytes that went
         self._lock = threading.RLock()
         self._number, self._bytes = Count(), Count()
 
-    def add(self, nbytes: int) -> None:
-        """Count an allocation; append its bytes to `dead` at its end."""
-        with self._lock:
+    def born(self, nbytes: int) -> None:
+        """Note an allocation."""
+        noted = self._noted
+        noted.append(nbytes)
+        if len(noted) > MOST_NOTED:
             self._settle()
-            self._number._add(1)
-            self._bytes._add(nbytes)
+
+    def dead(self, nbytes: int) -> None:
+        """Note its end. It may come in a destructor, inside any lock: it takes none."""
+        self._noted.append(-1 - nbytes)
 
     def _settle(self) -> None:
-        while self.dead:
-            self._number._remove(1)
-            self._bytes._remove(self.dead.popleft())
+        noted = self._noted
+        with self._lock:
+            while noted:
+                nbytes = noted.popleft()
+                if nbytes >= 0:
+                    self._number._add(1)
+                    self._bytes._add(nbytes)
+                else:
+                    self._number._remove(1)
+                    self._bytes._remove(-1 - nbytes)
 
     def read(self) -> tuple[Count, Count]:
         """Copies of the counts of allocations and of bytes."""

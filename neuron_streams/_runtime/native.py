@@ -205,8 +205,11 @@ class NativeWorkers:
         kept = found.kept
         kept.append((value, key))
         self._active[lane] = found
-        if len(kept) > 1:
-            found.sweep(self._commands)
+        try:
+            if kept[0][0] <= found.counters[0]:
+                found.sweep(self._commands)
+        except IndexError:
+            pass  # another thread has swept
         return _ticket((lane, value))
 
     def _submit_again(self, value: int, lane: int, key: int, message: bytes) -> int:

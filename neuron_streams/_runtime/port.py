@@ -29,6 +29,7 @@ __all__ = [
     "Copy",
     "Execute",
     "Failure",
+    "Form",
     "Handle",
     "Marker",
     "Operator",
@@ -102,7 +103,7 @@ class Buffer:
         self.storage = storage
         self.ledger = ledger
         if ledger is not None:
-            ledger.add(nbytes)
+            ledger.born(nbytes)
         self.writer: Ticket | None = None
         self.named = False
         self.failure: Failure | None = None
@@ -114,18 +115,42 @@ class Buffer:
 
     def __del__(self) -> None:
         if self.ledger is not None:
-            self.ledger.dead.append(self.nbytes)
+            self.ledger.dead(self.nbytes)
 
 
-@dataclass(frozen=True, slots=True)
+Form: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
+"""The dtype, size and stride of a view."""
+
+
+@dataclass(slots=True, init=False)
 class View:
-    """A strided window on a buffer: sizes, strides and offset in elements of dtype."""
+    """A strided window on a buffer: sizes, strides and offset in elements of dtype.
+
+    Never changed once made. It is not frozen, and keeps its `form` in one piece as well, because
+    one is made for each output of a call, and each input is checked against what is expected.
+    """
 
     buffer: Buffer
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int = 0
+    offset: int
+    form: Form = field(repr=False, compare=False)
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        dtype: torch.dtype,
+        size: tuple[int, ...],
+        stride: tuple[int, ...],
+        offset: int = 0,
+    ) -> None:
+        self.buffer = buffer
+        self.dtype = dtype
+        self.size = size
+        self.stride = stride
+        self.offset = offset
+        self.form = (dtype, size, stride)
 
     @property
     def nbytes(self) -> int:

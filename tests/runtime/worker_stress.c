@@ -175,21 +175,20 @@ static int64_t write_command(chain *c, int64_t *header, uint64_t choice) {
     case 6:
         if (choice / 16 % 64) break;
         header[0] = NS_EXECUTE, c->broken = true;
-        memcpy(words, (int64_t[]){(intptr_t)&failing, 1, 1, before, 0, fresh},
-               6 * sizeof *words);
+        memcpy(words, (int64_t[]){(intptr_t)&failing, 1, 1, before, fresh}, 5 * sizeof *words);
         c->length++;
-        return 6;
+        return 5;
     case 7: case 8: case 9: /* a copy makes the number one less than it should be: not used */
         header[0] = NS_COPY, header[1] = NS_TENSOR_OP, header[2] = choice / 16 % 2;
         memcpy(words, (int64_t[]){before, 0, (intptr_t)&c->buffers[0], 0, 0}, 5 * sizeof *words);
         return 5;
     }
-    header[0] = NS_EXECUTE;
+    header[0] = NS_EXECUTE, header[2] = choice / 16 % 2 * 4; /* half of them say the offset, 0 */
     memcpy(words,
-           (int64_t[]){(intptr_t)&programs[c->device], 1, 1, before, 0, fresh},
+           (int64_t[]){(intptr_t)&programs[c->device], 1, 1, before, fresh, 0},
            6 * sizeof *words);
     c->length++;
-    return 6;
+    return header[2] ? 6 : 5;
 }
 
 static int64_t add_tickets(int64_t *header, uint64_t *random) {
@@ -247,7 +246,7 @@ static void *server(void *argument) {
     (void)argument;
     while ((entry = ns_next(runtime, entry, told)) != NULL) {
         if (entry->kind == NS_EXECUTE && !told[4] && !ns_is_poisoned(entry)) abort();
-        if (entry->kind == NS_EXECUTE) ((ns_buffer *)(intptr_t)entry->words[5])->poisoned = 1;
+        if (entry->kind == NS_EXECUTE) ((ns_buffer *)(intptr_t)entry->words[4])->poisoned = 1;
         __atomic_add_fetch(told[4] || entry->kind == NS_EXECUTE ? &failures : &served, 1,
                            __ATOMIC_RELAXED);
     }

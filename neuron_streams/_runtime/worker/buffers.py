@@ -33,7 +33,7 @@ class NativeBuffer(Buffer):
         self.device = device
         self.nbytes = nbytes
         self.ledger: Ledger = ledger
-        ledger.add(nbytes)
+        ledger.born(nbytes)
         self.writer = None
         self.named = False
         self.words = words = _Words()
@@ -81,4 +81,4 @@ class NativeBuffer(Buffer):
         owner = self.words[word]  # bound above: at exit the module's names may be gone
         if owner:
             self._library.release(owner)
-        self.ledger.dead.append(self.nbytes)
+        self.ledger.dead(self.nbytes)

@@ -109,10 +109,11 @@ NS_EXPORT void ns_close_lane(ns_runtime *r, int64_t id) {
  *   MARKER   address of the double that takes the moment, or 0
  *   SLEEP    nanoseconds
  *   COPY     source buffer or 0, offset or address; target buffer or 0, the same; bytes
- *   EXECUTE  program, inputs, outputs, buffers of the inputs..., their offsets..., of the outputs...
+ *   EXECUTE  program, inputs, outputs, buffers of the inputs..., of the outputs..., and with OFFSETS
+ *            those of the inputs...
  * Offsets and sizes are in bytes. */
 enum { KIND, UNIT, FLAGS, KEY, NAME, TICKETS, HEADER };
-enum { QUICK = 1, OVERWRITES = 2 };
+enum { QUICK = 1, OVERWRITES = 2, OFFSETS = 4 };
 
 static ns_entry *read_entry(const int64_t *message, int64_t length) {
     const int64_t *words = message + HEADER + 2 * message[TICKETS];
@@ -125,6 +126,7 @@ static ns_entry *read_entry(const int64_t *message, int64_t length) {
     entry->unit = (int)message[UNIT];
     entry->quick = message[FLAGS] & QUICK;
     entry->overwrites = message[FLAGS] & OVERWRITES;
+    entry->offsets = message[FLAGS] & OFFSETS;
     entry->key = message[KEY];
     entry->name = message[NAME];
     memcpy(entry->words, words, count * sizeof *words);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import struct
 import threading
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from neuron_streams._runtime.worker.buffers import NativeBuffer
 __all__ = ["Messages", "may_need_python"]
 
 MARKER, PLEDGE, SLEEP, COPY, EXECUTE, PYTHON = range(6)
-QUICK, OVERWRITES = 1, 2
+QUICK, OVERWRITES, OFFSETS = 1, 2, 4
 UNITS = tuple(Unit)
 COMPUTE = UNITS[0]  # an attribute of an enum costs ten times a global
 
@@ -48,28 +47,29 @@ class Messages:
 
     def write(self, command: Command, key: int, after: Sequence[Ticket]) -> bytes:
         """The command, known by `key`, behind the tickets of `after`."""
-        kind, flags, words = self._words(command)
-        unit = 0
-        if kind >= SLEEP and command.unit is not COMPUTE:  # type: ignore[union-attr]
-            unit = UNITS.index(command.unit)  # type: ignore[union-attr]
         name = self.names.get(command.name)
         if name is None:
             with self._lock:
                 name = self.names.setdefault(command.name, len(self.names))
-        if after:
-            words = (*itertools.chain.from_iterable(after), *words)
+        words = [PYTHON, 0, 0, key, name, len(after)]
+        for ticket in after:
+            words += ticket
+        if type(command) is Execute:
+            _add_execute(command, words)
+        else:
+            words[0], words[2], others = self._words(command)
+            words += others
+        if words[0] >= SLEEP and command.unit is not COMPUTE:  # type: ignore[union-attr]
+            words[1] = UNITS.index(command.unit)  # type: ignore[union-attr]
         count = len(words)
         pack = self._packers.get(count)
         if pack is None:
-            pack = self._packers[count] = struct.Struct(f"={count + 6}q").pack
-        packed: bytes = pack(kind, unit, flags, key, name, len(after), *words)
+            pack = self._packers[count] = struct.Struct(f"={count}q").pack
+        packed: bytes = pack(*words)
         return packed
 
     def _words(self, command: Command) -> tuple[int, int, Sequence[int]]:
-        """Kind, flags and the words that go by kind."""
-        if isinstance(command, Execute):
-            words = self._execute(command)
-            return (PYTHON, 0, ()) if words is None else (EXECUTE, 0, words)
+        """Kind, flags and the words that go by kind, of what is no Execute."""
         if isinstance(command, Copy):
             words = self._copy(command)
             if words is None:
@@ -83,23 +83,6 @@ class Messages:
             return SLEEP, 0, (int(command.seconds * 1e9),)
         return (PLEDGE if isinstance(command, Pledge) else PYTHON), 0, ()
 
-    def _execute(self, command: Execute) -> list[int] | None:
-        program = getattr(command.handle, "address", None)
-        if program is None:
-            return None
-        inputs, outputs = command.inputs, command.outputs
-        try:
-            return [
-                program,
-                len(inputs),
-                len(outputs),
-                *[view.buffer.address for view in inputs],  # type: ignore[attr-defined]
-                *[view.offset and view.offset * view.dtype.itemsize for view in inputs],
-                *[buffer.address for buffer in outputs],  # type: ignore[attr-defined]
-            ]
-        except AttributeError:  # not a buffer of ours
-            return None
-
     def _copy(self, command: Copy) -> list[int] | None:
         source, target = command.source, command.target
         if source.dtype is not target.dtype or _size(source) != _size(target):
@@ -111,6 +94,35 @@ class Messages:
             # What autograd has saved of it is void, and memory written by C does not say so.
             torch.autograd.graph.increment_version(target)
         return [*begin, *end, target.nbytes]
+
+
+def _add_execute(command: Execute, words: list[int]) -> None:
+    """Kind, flags and words of an Execute; left as they are if only Python can run it.
+
+    Plain loops: this is the path of each step, and they take a third of what comprehensions do.
+    """
+    program = getattr(command.handle, "address", None)
+    if program is None:
+        return
+    add, header = words.append, len(words)
+    inputs, offset = command.inputs, 0
+    try:
+        add(program)
+        add(len(inputs))
+        add(len(command.outputs))
+        for view in inputs:
+            add(view.buffer.address)  # type: ignore[attr-defined]
+            offset |= view.offset
+        for buffer in command.outputs:
+            add(buffer.address)  # type: ignore[attr-defined]
+    except AttributeError:  # not a buffer of ours
+        del words[header:]
+        return
+    words[0] = EXECUTE
+    if offset:
+        words[2] = OFFSETS
+        for view in inputs:
+            add(view.offset * view.dtype.itemsize)
 
 
 def _end_of_copy(end: View | torch.Tensor) -> tuple[int, int] | None:

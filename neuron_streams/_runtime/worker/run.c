@@ -131,9 +131,9 @@ void ns_run_copy(ns_entry *entry) {
 
 static void run_execute(ns_entry *entry) {
     int64_t *words = entry->words, inputs = words[1], outputs = words[2];
-    const int64_t *given = words + 3, *made = given + 2 * inputs;
-    void **data = (void **)(made + outputs), **results = data + inputs;
-    for (int64_t i = 0; i < inputs; i++) data[i] = at(given[i], given[inputs + i]);
+    const int64_t *given = words + 3, *made = given + inputs, *offsets = made + outputs;
+    void **data = (void **)(offsets + (entry->offsets ? inputs : 0)), **results = data + inputs;
+    for (int64_t i = 0; i < inputs; i++) data[i] = at(given[i], entry->offsets ? offsets[i] : 0);
     entry->began = ns_now();
     entry->failed = ns_run((const void *)(intptr_t)words[0], data, results);
     if (entry->failed > 0) entry->message = strdup(ns_complaint());

@@ -50,7 +50,7 @@ typedef struct ns_entry {
     struct ns_lane *lane;
     int64_t value, key, name;
     int kind, unit, blocked;
-    bool queued, started, cancelled, reported, quick, poisoned, overwrites;
+    bool queued, started, cancelled, reported, quick, poisoned, overwrites, offsets;
     double began, ended;
     int64_t failed; /* what ns_run returned */
     char *message;

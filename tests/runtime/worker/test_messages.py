@@ -76,7 +76,10 @@ def test_an_execute_names_its_program_and_its_buffers():
     command = Execute(Program(), (a, b), (out,))
     found = words(command)
     assert found[0] == EXECUTE
-    assert found[6:] == [4096, 2, 1, a.buffer.address, b.buffer.address, 0, 12, out.address]
+    assert found[2] == 4, "an offset follows"
+    assert found[6:] == [4096, 2, 1, a.buffer.address, b.buffer.address, out.address, 0, 12]
+    plain = words(Execute(Program(), (a,), (out,)))
+    assert (plain[2], plain[6:]) == (0, [4096, 1, 1, a.buffer.address, out.address])
 
 
 @pytest.mark.parametrize(
