@@ -23,15 +23,17 @@ from tqdm import tqdm
 import neuron_streams
 from benchmarks.report import Row, percentile, spin, timed
 from neuron_streams._runtime import process
+from neuron_streams._runtime.emulated import EmulatedRuntime
 from neuron_streams._runtime.port import Unit
 from neuron_streams.decode import DecodeLoop, SamplingParams
 from neuron_streams.decode.model import SamplingTensors
+from neuron_streams.testing import use_runtime
 
 if TYPE_CHECKING:
     from models.llama import Llama
 
 DEVICE_MS, HOST_MS = 5.0, 2.0
-ROUNDS, STEPS, WARM = 7, 60, 10
+ROUNDS, STEPS, WARM = 31, 24, 8  # short turns: the speed of the processor drifts in seconds
 SIZE = 256
 
 
@@ -192,14 +194,14 @@ def rows_of(label: str, runs: dict[str, list[Run]]) -> Iterator[Row]:
     efficiency = [(s.step_ms - a.step_ms) / max(1e-9, s.step_ms - d.step_ms) for d, s, a in turns]
     by_idle = median([(s.idle - a.idle) / max(1e-9, s.idle - d.idle) for d, s, a in turns])
     ratio = median([a.step_ms / d.step_ms for d, _, a in turns])
-    toy = label == "toy"
     worth = median(efficiency)
-    yield Row(
-        f"{label}: overlap efficiency", worth, "", *((">= 0.95", worth >= 0.95) if toy else ())
-    )
+    goal = {"toy": 0.98, "toy, Python worker": 0.95}.get(label)
+    budget = () if goal is None else (f">= {goal}", worth >= goal)
+    yield Row(f"{label}: overlap efficiency", worth, "", *budget)
     # The device's own speed drifts by some percent between turns; its idle time does not.
     yield Row(f"{label}: the same by device idle alone", by_idle, "")
-    yield Row(f"{label}: async step / device alone", ratio, "", "<= 1.05", ratio <= 1.05)
+    most = 1.05 if "Python" in label else 1.02
+    yield Row(f"{label}: async step / device alone", ratio, "", f"<= {most}", ratio <= most)
     yield Row(
         f"{label}: async share of decode steps", median([a.async_share for _, _, a in turns]), ""
     )
@@ -312,7 +314,9 @@ def transformers_generate(
 def run() -> list[Row]:
     """All rows. Takes a minute or two, most of it the language model."""
     rows = list(gil_share())
-    rows += compare("toy", ToyModel(DEVICE_MS, HOST_MS), [[1, 2, 3]] * 4, STEPS, ROUNDS)
+    for label, worker in (("toy", "auto"), ("toy, Python worker", "python")):
+        with use_runtime(EmulatedRuntime(1, worker)):
+            rows += compare(label, ToyModel(DEVICE_MS, HOST_MS), [[1, 2, 3]] * 4, STEPS, ROUNDS)
     if os.environ.get("NEURON_STREAMS_BENCHMARK_MODEL", "1") != "0":
         rows += language_model()
     return rows

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from neuron_streams._runtime.port import (
     View,
 )
 
-__all__ = ["blame", "run", "settle", "tensor_of"]
+__all__ = ["blame", "prepare", "run", "settle", "tensor_of"]
 
 
 def tensor_of(view: View) -> torch.Tensor:
@@ -33,10 +34,21 @@ def tensor_of(view: View) -> torch.Tensor:
     return empty.set_(buffer.storage, view.offset, view.size, view.stride)
 
 
+def prepare(command: Command) -> Callable[[], None]:
+    """All of a command but its run, which is what comes back, to be called on this thread.
+
+    Every call of torch lets go of the GIL, and a host that wants it keeps it for milliseconds: who
+    wakes the host between the two loses no time of the device.
+    """
+    if isinstance(command, Execute):
+        return functools.partial(_execute, command, [tensor_of(view) for view in command.inputs])
+    return functools.partial(run, command)
+
+
 def run(command: Command) -> None:
     """Run a command to its end on the calling thread, which is in inference mode."""
     if isinstance(command, Execute):
-        _execute(command)
+        prepare(command)()
     elif isinstance(command, Copy):
         _copy(command)
     elif isinstance(command, Operator):
@@ -48,8 +60,8 @@ def run(command: Command) -> None:
         raise TypeError(f"{command.name!r} is completed by the runtime, there is nothing to run")
 
 
-def _execute(command: Execute) -> None:
-    results = command.handle.run([tensor_of(view) for view in command.inputs])
+def _execute(command: Execute, inputs: Sequence[torch.Tensor]) -> None:
+    results = command.handle.run(inputs)
     if len(results) != len(command.outputs):
         raise RuntimeError(
             f"{command.name}: {len(command.outputs)} outputs were promised, {len(results)} came"

@@ -270,7 +270,7 @@ class Lanes(Runtime):
         if entry.failure is not None:
             lane.failures.append((entry.value, entry.failure))
         while lane.waiters and lane.waiters[0][0] <= entry.value:
-            heapq.heappop(lane.waiters)[2].release()
+            self._wake(heapq.heappop(lane.waiters)[2])
         moved = []
         while lane.dependents and lane.dependents[0][0] <= entry.value:
             dependent = heapq.heappop(lane.dependents)[2]
@@ -280,6 +280,10 @@ class Lanes(Runtime):
                 moved.append(dependent.lane)
         self._forget_if_done(lane)
         return moved
+
+    def _wake(self, waiter: threading.Lock) -> None:
+        """A wait is over; called with the lock held."""
+        waiter.release()
 
     def _takeable(self, device: int) -> int:
         """How many commands could start on a device now."""

@@ -8,14 +8,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
-from neuron_streams._runtime.cpu import run
+from neuron_streams._runtime.cpu import prepare
 from neuron_streams._runtime.lanes import Entry, Lanes
 from neuron_streams._runtime.port import Unit
 
 __all__ = ["PythonWorkers"]
+
+
+def _nothing() -> None: ...
+
 
 MOST_WORKERS = sum(unit.queues for unit in Unit)
 
@@ -38,6 +43,7 @@ class PythonWorkers(Lanes):
         super().__init__(devices)
         self.name = name
         self.in_flight = False
+        self._over: list[threading.Lock] | None = None  # waits that end with what is being finished
         self._crews = [_Crew() for _ in range(devices)]
         self._idle = threading.Condition(self._lock)
 
@@ -62,21 +68,24 @@ class PythonWorkers(Lanes):
         called = True
         with torch.inference_mode():
             while True:
+                over: list[threading.Lock] = []
                 with self._lock:
                     if called:
                         self._crews[device].called -= 1
                         called = False
                     if entry is not None:
+                        self._over = over
                         self._finish(entry, error, time.perf_counter())
+                        self._over = None
                     finished, entry = entry, self._next(device, bell)
-                    if entry is None and self._closed:
-                        return
+                    ended = entry is None and self._closed
                 del finished  # what it kept alive dies here, outside the lock
+                error = self._run(entry, over)
+                if ended:
+                    return
                 if entry is None:
                     bell.acquire()
                     called = True
-                else:
-                    error = self._run(entry)
 
     def _next(self, device: int, bell: threading.Lock) -> Entry | None:
         if self._closed:
@@ -91,12 +100,27 @@ class PythonWorkers(Lanes):
             self._dispatch(device)
         return entry
 
-    def _run(self, entry: Entry) -> BaseException | None:
-        if entry.failure is None:
-            try:
-                run(entry.command)
-            except BaseException as error:  # kept for whoever reads the outputs
-                return error
+    def _wake(self, waiter: threading.Lock) -> None:
+        if self._over is None:
+            waiter.release()
+        else:
+            self._over.append(waiter)
+
+    def _run(self, entry: Entry | None, over: list[threading.Lock]) -> BaseException | None:
+        """Run what was taken; those whose wait is over are woken when all but the run is done."""
+        go: Callable[[], None] = _nothing
+        try:
+            if entry is not None and entry.failure is None:
+                go = prepare(entry.command)
+        except BaseException as error:  # kept for whoever reads the outputs
+            return error
+        finally:
+            for waiter in over:
+                waiter.release()
+        try:
+            go()
+        except BaseException as error:
+            return error
         return None
 
     def close(self, timeout: float | None = None) -> None:

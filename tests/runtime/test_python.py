@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+from neuron_streams._runtime.port import Execute, View
+from neuron_streams._runtime.python import PythonWorkers
+
+
+class Handle:
+    """Runs a function of Python as an executable without outputs."""
+
+    name = "handle"
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.function = function
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        self.function()
+        return []
+
+
+@pytest.fixture
+def workers() -> Iterator[PythonWorkers]:
+    made = PythonWorkers("python workers", 1)
+    yield made
+    made.close(5)
+
+
+def test_a_wait_ends_before_the_next_command_has_run(workers: PythonWorkers) -> None:
+    lane, held, seen = workers.open_lane(0), threading.Event(), threading.Event()
+    first = workers.submit(lane, Execute(Handle(held.wait), (), ()))
+    second = workers.submit(lane, Execute(Handle(seen.wait), (), ()))
+    held.set()
+    workers.wait(first, 30)
+    assert workers.completed(lane) == 1
+    seen.set()
+    workers.wait(second, 30)
+
+
+def test_a_wait_ends_although_the_next_command_cannot_be_prepared(workers: PythonWorkers) -> None:
+    lane, held = workers.open_lane(0), threading.Event()
+    small = workers.allocate(0, 4)
+    small.storage = torch.UntypedStorage(4)
+    # A size that no tensor can have.
+    beyond = View(small, torch.float32, (-1,), (1,))
+    first = workers.submit(lane, Execute(Handle(held.wait), (), ()))
+    second = workers.submit(lane, Execute(Handle(held.wait), (beyond,), ()))
+    held.set()
+    workers.wait(first, 30)
+    workers.wait(second, 30)
+    (failure,) = workers.failures(second)
+    assert failure.ticket == second
