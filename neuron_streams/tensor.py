@@ -24,6 +24,7 @@ from neuron_streams.stream import as_stream
 __all__ = ["NeuronTensor"]
 
 aten = torch.ops.aten
+_make = torch.Tensor._make_wrapper_subclass
 
 
 class NeuronTensor(torch.Tensor):
@@ -38,17 +39,20 @@ class NeuronTensor(torch.Tensor):
 
     @staticmethod
     def _wrap(view: View, requires_grad: bool = False) -> NeuronTensor:
-        rare: dict[str, Any] = {"storage_offset": view.offset} if view.offset else {}
-        if requires_grad:
-            rare["requires_grad"] = True
-        made: NeuronTensor = torch.Tensor._make_wrapper_subclass(
-            NeuronTensor,
-            view.size,
-            strides=view.stride,
-            dtype=view.dtype,
-            device=_wrapped(),
-            **rare,
-        )
+        size, stride, dtype, device = view.size, view.stride, view.dtype, _wrapped()
+        made: NeuronTensor
+        if not (view.offset or requires_grad):  # a third less for what each step's outputs are
+            made = _make(NeuronTensor, size, strides=stride, dtype=dtype, device=device)
+        else:
+            made = _make(
+                NeuronTensor,
+                size,
+                strides=stride,
+                storage_offset=view.offset,
+                dtype=dtype,
+                device=device,
+                requires_grad=requires_grad,
+            )
         made._view = view
         return made
 
