@@ -5,6 +5,8 @@ the parts are public for those who build a loop of their own.
 
     sampling_params.py  how tokens are chosen, and when to stop
     request.py    what a caller asks for and gets
+    admission.py  what is refused before it is queued
+    logprobs.py   log-probabilities, as a caller gets them
     schedule.py   a step, as data
     scheduler.py  who runs next, in which slot
     batch.py      the host's view of the rows of a step
@@ -22,6 +24,7 @@ the parts are public for those who build a loop of their own.
 from neuron_streams.decode.batch import CachedRequestState as CachedRequestState
 from neuron_streams.decode.batch import InputBatch as InputBatch
 from neuron_streams.decode.gather import GatherRunner as GatherRunner
+from neuron_streams.decode.logprobs import Logprob as Logprob
 from neuron_streams.decode.loop import DecodeLoop as DecodeLoop
 from neuron_streams.decode.model import Adjustments as Adjustments
 from neuron_streams.decode.model import ChunkModel as ChunkModel

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from neuron_streams.decode.model import SamplingTensors
+from neuron_streams.decode.model import Adjustments, SamplingTensors
 from neuron_streams.decode.request import RequestKey
 from neuron_streams.decode.sampling_params import SamplingParams
+from neuron_streams.decode.schedule import NewRequestData
 
 __all__ = ["PLACEHOLDER", "CachedRequestState", "InputBatch", "ModelInput", "bucket_of"]
 
@@ -37,6 +38,8 @@ class ModelInput(NamedTuple):
 class CachedRequestState:
     """A request as a model runner keeps it, in the batch or not.
 
+    `num_prompt_tokens`: how many of `prompt_token_ids` are the prompt; after a preemption those
+    behind are what had been generated.
     `sampled_position` is that of the newest token sampled for it by a launched step. `failed`: one
     of its steps has failed, so its tokens will never be known.
     """
@@ -46,10 +49,23 @@ class CachedRequestState:
     params: SamplingParams
     seed: int
     slot: int
+    num_prompt_tokens: int
     num_computed_tokens: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     sampled_position: int | None = None
     failed: bool = False
+
+    @classmethod
+    def of(cls, new: NewRequestData) -> CachedRequestState:
+        """Of a request that the runner has not seen, under this key."""
+        return cls(
+            new.key,
+            new.prompt_token_ids,
+            new.params,
+            new.seed,
+            new.slot,
+            new.num_prompt_tokens,
+        )
 
     @property
     def is_decode(self) -> bool:
@@ -64,8 +80,12 @@ class InputBatch:
     token by token.
     """
 
-    def __init__(self, max_num_reqs: int, max_length: int) -> None:
+    def __init__(
+        self, max_num_reqs: int, max_length: int, vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
         self.max_length = max_length
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
         self.token_ids_cpu: list[list[int]] = [[] for _ in range(max_num_reqs)]
         self.rows: list[CachedRequestState | None] = [None] * max_num_reqs
         self.req_id_to_index: dict[RequestKey, int] = {}
@@ -155,16 +175,53 @@ class InputBatch:
         """The rows' sampling parameters, fresh tensors [n]."""
         params = [state.params for state in self.states]
         return SamplingTensors(
-            torch.tensor([p.temperature for p in params], dtype=torch.float32),
-            torch.tensor([p.top_k for p in params], dtype=torch.int32),
-            torch.tensor([p.top_p for p in params], dtype=torch.float32),
+            _float32([p.temperature for p in params]),
+            _int32([p.top_k for p in params]),
+            _float32([p.top_p for p in params]),
             torch.tensor([state.seed for state in self.states], dtype=torch.int64),
+            self._adjustments() if any(p.adjusts for p in params) else None,
+        )
+
+    def num_logprobs(self, partial: frozenset[RequestKey]) -> list[int | None]:
+        """What each row wants of the log-probabilities; empty where none wants any.
+
+        Rows that sample no token of theirs want none: those in `partial`, and those that failed.
+        """
+        wanted = [
+            None if state.failed or state.key in partial else state.params.logprobs
+            for state in self.states
+        ]
+        return [] if all(most is None for most in wanted) else wanted
+
+    def _adjustments(self) -> Adjustments:
+        states = self.states
+        params = [state.params for state in states]
+        logit_bias = torch.zeros(len(states), self.vocab_size)
+        stop_mask = torch.zeros(len(states), self.vocab_size, dtype=torch.bool)
+        for row, p in enumerate(params):
+            bias = p.logit_bias or {}
+            logit_bias[row, list(bias)] = _float32(list(bias.values()))
+            stop_mask[row, list(p.stop_ids(self.eos_token_ids))] = p.min_tokens > 0
+        return Adjustments(
+            _float32([p.min_p for p in params]),
+            _float32([p.repetition_penalty for p in params]),
+            _float32([p.presence_penalty for p in params]),
+            _float32([p.frequency_penalty for p in params]),
+            _int32([state.num_prompt_tokens for state in states]),
+            _int32([state.num_prompt_tokens + state.params.min_tokens for state in states]),
+            _int32([-1 if p.logprobs is None else p.logprobs for p in params]),
+            logit_bias,
+            stop_mask,
         )
 
 
 def bucket_of(buckets: Sequence[int], size: int) -> int:
     """The smallest bucket that holds `size`."""
     return buckets[bisect.bisect_left(buckets, size)]
+
+
+def _float32(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def _int32(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from neuron_streams.decode.batch import PLACEHOLDER, ModelInput
-from neuron_streams.decode.model import FROM_DEVICE, GatherModel, Model
+from neuron_streams.decode.model import FROM_DEVICE, GatherModel, Model, Sampled
 from neuron_streams.decode.output import Streams
 from neuron_streams.decode.runner import ModelRunner
 from neuron_streams.decode.schedule import SchedulerOutput
@@ -44,7 +44,7 @@ class GatherRunner(ModelRunner):
 
     def _decode(
         self, input_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> Sampled:
         return cast("GatherModel", self.model).decode_gather(input_ids, positions, slots)
 
     def _check_batch_composition(self, scheduler_output: SchedulerOutput) -> None:

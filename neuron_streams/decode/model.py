@@ -103,13 +103,15 @@ Sampled: TypeAlias = torch.Tensor | SamplerOutput
 class Model(Protocol):
     """A decoder with static shapes that owns its KV cache and samples on the device.
 
-    The calls submit to the current stream and return at once with a device tensor that is a
-    future. The token sampled at position p depends on the request's seed, p and its history only:
+    The calls submit to the current stream and return at once with device tensors that are
+    futures. The token sampled at position p depends on the request's seed, p and its history only:
     never on the batch, the row, the slot or the schedule.
 
-    A model that cannot honour every `SamplingParams` also has `check_sampling(params)`, which the
-    scheduler calls at admission and which raises ValueError: a refusal later, in `prefill`, would
-    end the loop for all. `GatherModel` and `ChunkModel` are what a model may offer beyond this.
+    A model that honours `Adjustments` has `adjusts_logits = True`; without it the scheduler refuses
+    requests that ask for any. One that cannot honour every `SamplingParams` also has
+    `check_sampling(params)`, which the scheduler calls at admission and which raises ValueError: a
+    refusal later, in `prefill`, would end the loop for all. `GatherModel` and `ChunkModel` are what
+    a model may offer beyond this.
     """
 
     @property
@@ -151,7 +153,7 @@ class Model(Protocol):
         lengths: torch.Tensor,
         slots: torch.Tensor,
         sampling: SamplingTensors,
-    ) -> torch.Tensor:
+    ) -> Sampled:
         """Fill the slots with prompts and sample the token that follows each.
 
         Args:
@@ -161,12 +163,13 @@ class Model(Protocol):
             sampling: The rows' parameters, kept by the model for the slots' later steps.
 
         Returns:
-            int32 [n], a future: the token at position `lengths[i]` of each row.
+            int32 [n], a future: the token at position `lengths[i]` of each row. `SamplerOutput`
+            where a row asks for log-probabilities, whether or not its prompt ends here.
         """
 
     def decode(
         self, input_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> Sampled:
         """Append one token to each row's slot and sample the next.
 
         Args:
@@ -176,7 +179,7 @@ class Model(Protocol):
             slots: int32 [B]. Padding rows have slot 0, position 0 and id 0.
 
         Returns:
-            int32 [B], a future.
+            int32 [B], a future. `SamplerOutput` where a row's slot wants log-probabilities.
         """
 
     def remap(self, future: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -198,7 +201,7 @@ class GatherModel(Model, Protocol):
 
     def decode_gather(
         self, input_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> Sampled:
         """As `decode`, all in one executable with the gather.
 
         Args:
@@ -223,7 +226,7 @@ class ChunkModel(Model, Protocol):
         lengths: torch.Tensor,
         slots: torch.Tensor,
         sampling: SamplingTensors,
-    ) -> torch.Tensor:
+    ) -> Sampled:
         """As `prefill`, on slots that already hold `starts[i]` tokens, at least 1.
 
         Args:

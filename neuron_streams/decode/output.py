@@ -11,7 +11,7 @@ Source: the seed, "Async Flow (Steady-State)" and "get_output() Call Patterns Ac
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from queue import Empty, SimpleQueue
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias, cast
 
-import torch
-
+from neuron_streams.decode.logprobs import TokenLogprobs, logprobs_of_rows, split, to_host
+from neuron_streams.decode.model import Sampled
 from neuron_streams.decode.request import RequestKey
 
 __all__ = [
@@ -74,30 +74,37 @@ def resolve_streams(streams: Streams | ModuleType | None) -> Streams:
 class ModelRunnerOutput:
     """The tokens of a step: `sampled_token_ids[i]` are the new ones of `req_ids[i]`.
 
-    `error` is why there are none, where the step failed.
+    `error` is why there are none, where the step failed. `logprobs[i]` are the log-probabilities of
+    each of them, None where `req_ids[i]` wants none; it is None where no row does.
     """
 
     req_ids: list[RequestKey]
     req_id_to_index: dict[RequestKey, int]
     sampled_token_ids: list[list[int]]
     error: Exception | None = None
+    logprobs: list[list[TokenLogprobs] | None] | None = None
 
     @classmethod
     def from_host(
         cls,
         req_ids: list[RequestKey],
-        tokens: torch.Tensor,
+        sampled: Sampled,
         partial: frozenset[RequestKey] = frozenset(),
+        num_logprobs: Sequence[int | None] = (),
     ) -> ModelRunnerOutput:
-        """From a host tensor of one token a row; rows beyond the requests are padding.
+        """From host tensors of one token a row; rows beyond the requests are padding.
 
         What was sampled for a `partial` request follows a piece of its prompt: it is no token.
+        `num_logprobs` is what each row wants of the log-probabilities, None for none.
         """
-        sampled = [
+        tokens, tensors = split(sampled)
+        sampled_token_ids = [
             [] if key in partial else [token]
             for key, token in zip(req_ids, tokens.tolist(), strict=False)
         ]
-        return cls(req_ids, {key: row for row, key in enumerate(req_ids)}, sampled)
+        logprobs = None if tensors is None else logprobs_of_rows(tensors, num_logprobs)
+        index = {key: row for row, key in enumerate(req_ids)}
+        return cls(req_ids, index, sampled_token_ids, logprobs=logprobs)
 
     @classmethod
     def of_failure(cls, req_ids: list[RequestKey], error: Exception) -> ModelRunnerOutput:
@@ -114,32 +121,36 @@ class AsyncModelRunnerOutput:
 
     Args:
         req_ids: Snapshot of the requests in row order; rows beyond them are padding.
-        sampled_token_ids: int32 [rows], a device tensor; kept until its copy has ended.
+        sampled: int32 [rows], a device tensor, with log-probabilities or without; all of it is
+            copied, and kept until its copy has ended.
         compute_stream: The stream that produces it.
         copy_stream: The stream to copy it on.
         streams: The namespace that both belong to.
         partial: The requests of which this step computes a piece of the prompt and no token.
+        num_logprobs: What each row wants of the log-probabilities, None for none.
     """
 
     def __init__(
         self,
         req_ids: list[RequestKey],
-        sampled_token_ids: torch.Tensor,
+        sampled: Sampled,
         compute_stream: StreamLike,
         copy_stream: StreamLike,
         streams: Streams,
         partial: frozenset[RequestKey] = frozenset(),
+        num_logprobs: Sequence[int | None] = (),
     ) -> None:
         self.req_ids = req_ids
         self.error: Exception | None = None
         self._partial = partial
+        self._num_logprobs = num_logprobs
         self._streams = streams
         self._lock = threading.Lock()
         self._output: ModelRunnerOutput | None = None
-        self._device_tokens: torch.Tensor | None = sampled_token_ids
+        self._device_tokens: Sampled | None = sampled
         copy_stream.wait_stream(compute_stream)
         with streams.stream(copy_stream):
-            self._host_tokens: torch.Tensor | None = sampled_token_ids.to("cpu", non_blocking=True)
+            self._host_tokens: Sampled | None = to_host(sampled, non_blocking=True)
         self._copied: EventLike = streams.Event(blocking=True)
         self._copied.record(copy_stream)
 
@@ -178,7 +189,9 @@ class AsyncModelRunnerOutput:
         if error is not None:
             tokens, error = self._read_again(self._device_tokens, error)
         if tokens is not None:
-            self._output = ModelRunnerOutput.from_host(self.req_ids, tokens, self._partial)
+            self._output = ModelRunnerOutput.from_host(
+                self.req_ids, tokens, self._partial, self._num_logprobs
+            )
         self.error = error
         self._device_tokens = self._host_tokens = None
 
@@ -192,20 +205,20 @@ class AsyncModelRunnerOutput:
         return None
 
     def _read_again(
-        self, tokens: torch.Tensor, told: Exception
-    ) -> tuple[torch.Tensor | None, Exception | None]:
+        self, sampled: Sampled, told: Exception
+    ) -> tuple[Sampled | None, Exception | None]:
         """The tokens, or the step's own failure; what was `told` where nothing runs any more.
 
         An event tells of whatever failed before it on its stream, a read of the tensor only of what
         the tensor came from. On a fresh stream, since the others wait for later steps.
         """
         try:
-            stream = self._streams.Stream(device=tokens.device)
+            stream = self._streams.Stream(device=split(sampled)[0].device)
         except Exception:
             return None, told
         try:
             with self._streams.stream(stream):
-                return tokens.to("cpu"), None
+                return to_host(sampled), None
         except Exception as error:
             return None, error
 

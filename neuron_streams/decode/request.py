@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from neuron_streams.decode.logprobs import TokenLogprobs
 from neuron_streams.decode.model import Model
 from neuron_streams.decode.sampling_params import SamplingParams
 
@@ -94,14 +95,15 @@ class Request:
 
     def status_after(self, token_id: int, eos_token_ids: frozenset[int]) -> RequestStatus:
         """The status once `token_id`, already appended, is known."""
-        stops = token_id in self.params.stop_token_ids
-        if stops or (token_id in eos_token_ids and not self.params.ignore_eos):
+        if token_id in self.params.stop_ids(eos_token_ids):
             return RequestStatus.FINISHED_STOPPED
         if len(self.output_token_ids) >= self.max_tokens:
             return RequestStatus.FINISHED_LENGTH_CAPPED
         return self.status
 
-    def output(self, new_token_ids: tuple[int, ...] = ()) -> RequestOutput:
+    def output(
+        self, new_token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprobs, ...] = ()
+    ) -> RequestOutput:
         """What to tell the caller now."""
         return RequestOutput(
             self.request_id,
@@ -109,6 +111,7 @@ class Request:
             len(self.output_token_ids),
             self.status.finish_reason,
             self.error,
+            None if self.params.logprobs is None else logprobs,
         )
 
 
@@ -118,7 +121,8 @@ class RequestOutput:
 
     `finish_reason`: None while it runs, then `"stop"` (an end-of-sequence or stop token),
     `"length"`, `"abort"` or `"error"`, with the cause as `error`. `num_output_tokens` counts the
-    tokens given out so far, these included.
+    tokens given out so far, these included. `logprobs` has a dict by token id for each new token,
+    of that token and the likeliest ones; None where the request asks for none.
     """
 
     request_id: str
@@ -126,6 +130,7 @@ class RequestOutput:
     num_output_tokens: int
     finish_reason: str | None = None
     error: Exception | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
     def finished(self) -> bool:

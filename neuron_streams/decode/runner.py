@@ -19,7 +19,8 @@ from typing import cast
 import torch
 
 from neuron_streams.decode.batch import CachedRequestState, InputBatch, ModelInput, bucket_of
-from neuron_streams.decode.model import ChunkModel, Model
+from neuron_streams.decode.logprobs import split, to_host, what_is_wanted
+from neuron_streams.decode.model import ChunkModel, Model, Sampled
 from neuron_streams.decode.output import AsyncModelRunnerOutput, ModelRunnerOutput, Streams
 from neuron_streams.decode.pending import AsyncExecutionBuffer, PendingOutputs
 from neuron_streams.decode.request import RequestKey
@@ -74,9 +75,9 @@ class ModelRunner:
         self.copy_stream = streams.Stream(device=model.device) if async_scheduling else None
         self.requests: dict[RequestKey, CachedRequestState] = {}
         rows = max(model.batch_buckets[-1], model.prefill_batch)
-        self.input_batch = InputBatch(rows, model.max_length)
+        self.input_batch = InputBatch(rows, model.max_length, model.vocab_size, model.eos_token_ids)
         self.async_execution_buffer: AsyncExecutionBuffer = {}
-        self.execute_model_state: torch.Tensor | Exception | None = None
+        self.execute_model_state: Sampled | Exception | None = None
         self._pending_outputs = PendingOutputs(
             max_concurrent_batches, is_output_rank, self.stats, before_read
         )
@@ -132,8 +133,8 @@ class ModelRunner:
             )
         if self.execute_model_state is None:
             raise RuntimeError("sample_tokens needs a launched step: call execute_model first.")
-        sampled_token_ids, self.execute_model_state = self.execute_model_state, None
-        return self._generate_model_runner_output(self._bookkeeping_sync(), sampled_token_ids)
+        sampled, self.execute_model_state = self.execute_model_state, None
+        return self._generate_model_runner_output(self._bookkeeping_sync(), sampled)
 
     def _check_batch_composition(self, scheduler_output: SchedulerOutput) -> None:
         self._batch_composition_changed = False
@@ -153,9 +154,7 @@ class ModelRunner:
         for key in self.input_batch.req_id_to_index.keys() - scheduled.keys():
             self.input_batch.remove_request(key)
         for new in scheduler_output.scheduled_new_reqs:
-            self.requests[new.key] = CachedRequestState(
-                new.key, new.prompt_token_ids, new.params, new.seed, new.slot
-            )
+            self.requests[new.key] = CachedRequestState.of(new)
         for key in scheduled:
             state = self.requests[key]
             state.num_computed_tokens = scheduler_output.num_computed_tokens[key]
@@ -205,30 +204,30 @@ class ModelRunner:
         index[: len(req_ids)] = torch.tensor([prev_row[key] for key in req_ids])
         return self.model.remap(future, index), True
 
-    def _execute_model_forward(self, model_input: ModelInput) -> torch.Tensor | Exception:
+    def _execute_model_forward(self, model_input: ModelInput) -> Sampled | Exception:
         input_ids, positions, slots, sampling, starts = model_input
         if sampling is None:
-            sampled_token_ids = self._decode(input_ids, positions, slots)
+            sampled = self._decode(input_ids, positions, slots)
         elif starts is None:
-            sampled_token_ids = self.model.prefill(input_ids, positions, slots, sampling)
+            sampled = self.model.prefill(input_ids, positions, slots, sampling)
         else:
             model = cast("ChunkModel", self.model)
-            sampled_token_ids = model.prefill_chunk(input_ids, starts, positions, slots, sampling)
+            sampled = model.prefill_chunk(input_ids, starts, positions, slots, sampling)
         if self.use_async_scheduling:
-            return sampled_token_ids
+            return sampled
         with self.stats.waiting():
-            return self._read_now(sampled_token_ids)
+            return self._read_now(sampled)
 
     def _decode(
         self, input_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> Sampled:
         return self.model.decode(input_ids, positions, slots)
 
-    def _read_now(self, sampled_token_ids: torch.Tensor) -> torch.Tensor | Exception:
+    def _read_now(self, sampled: Sampled) -> Sampled | Exception:
         launched = self.streams.Event()
         launched.record(self.compute_stream)
         try:
-            return sampled_token_ids.to("cpu")
+            return to_host(sampled)
         except Exception as error:
             if not launched.query():
                 raise  # the waiting has failed, not the step
@@ -247,27 +246,32 @@ class ModelRunner:
         return list(self.input_batch.req_ids)
 
     def _generate_model_runner_output(
-        self, req_ids_output_copy: list[RequestKey], sampled_token_ids: torch.Tensor | Exception
+        self, req_ids_output_copy: list[RequestKey], sampled: Sampled | Exception
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        if isinstance(sampled_token_ids, Exception):
-            output = ModelRunnerOutput.of_failure(req_ids_output_copy, sampled_token_ids)
+        if isinstance(sampled, Exception):
+            output = ModelRunnerOutput.of_failure(req_ids_output_copy, sampled)
             self._update_batch_state_with_samples(output)
             return output
         partial = self._partial_req_ids
+        num_logprobs = self.input_batch.num_logprobs(partial)
+        sampled = what_is_wanted(sampled, num_logprobs)
         if self.copy_stream is None:
-            output = ModelRunnerOutput.from_host(req_ids_output_copy, sampled_token_ids, partial)
+            output = ModelRunnerOutput.from_host(
+                req_ids_output_copy, sampled, partial, num_logprobs
+            )
             self._update_batch_state_with_samples(output)
             return output
         async_output = AsyncModelRunnerOutput(
             req_ids_output_copy,
-            sampled_token_ids,
+            sampled,
             self.compute_stream,
             self.copy_stream,
             self.streams,
             partial,
+            num_logprobs,
         )
         self.async_execution_buffer = {
-            "futures_sampled_token_ids": sampled_token_ids,
+            "futures_sampled_token_ids": split(sampled)[0],
             "prev_req_ids_ordered": req_ids_output_copy,
             "async_output": async_output,
         }

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 from neuron_streams.decode.model import MAX_LOGPROBS
 
-__all__ = ["SamplingParams"]
+__all__ = ["FLOAT32_MAX", "SamplingParams"]
+
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+"""What is larger is infinite on the device, and a logit less an infinite one is no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +74,26 @@ class SamplingParams:
     @property
     def adjusts(self) -> bool:
         """Whether it asks for any of `Adjustments`."""
-        penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
-        others = self.min_p or self.logit_bias or self.min_tokens or self.logprobs is not None
-        return bool(penalties or others)
+        return bool(self.adjustments)
+
+    @property
+    def adjustments(self) -> tuple[str, ...]:
+        """The names of what it asks for of `Adjustments`."""
+        asked = {
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty != 1,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self.logit_bias,
+            "logprobs": self.logprobs is not None,
+            "min_tokens": self.min_tokens,
+        }
+        return tuple(name for name, wanted in asked.items() if wanted)
+
+    def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end the request, on a model with these end-of-sequence tokens."""
+        stops = frozenset(self.stop_token_ids)
+        return stops if self.ignore_eos else stops | eos_token_ids
 
     def _check_choice(self) -> None:
         if self.max_tokens < 1:
@@ -93,16 +113,16 @@ class SamplingParams:
             raise ValueError(f"min_p is {self.min_p}; it must be from 0 (off) to 1.")
 
     def _check_adjustments(self) -> None:
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+        if not 1 / FLOAT32_MAX < self.repetition_penalty <= FLOAT32_MAX:
             raise ValueError(
                 f"repetition_penalty is {self.repetition_penalty}; it must be a finite number above"
                 " 0 (1 is off)."
             )
         for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(value := getattr(self, name)):
+            if not abs(value := getattr(self, name)) <= FLOAT32_MAX:
                 raise ValueError(f"{name} is {value}; it must be a finite number (0 is off).")
         for token_id, bias in (self.logit_bias or {}).items():
-            if math.isnan(bias) or bias == math.inf:
+            if not bias <= FLOAT32_MAX:  # as NaN is not
                 raise ValueError(
                     f"logit_bias of token {token_id} is {bias}; it must be a number, or -inf to"
                     " exclude the token."

@@ -17,6 +17,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from neuron_streams.decode.admission import check_request
+from neuron_streams.decode.logprobs import TokenLogprobs
 from neuron_streams.decode.model import Model
 from neuron_streams.decode.output import ModelRunnerOutput
 from neuron_streams.decode.request import (
@@ -24,7 +26,6 @@ from neuron_streams.decode.request import (
     RequestKey,
     RequestOutput,
     RequestStatus,
-    check_prompt,
 )
 from neuron_streams.decode.sampling_params import SamplingParams
 from neuron_streams.decode.schedule import NewRequestData, SchedulerOutput
@@ -75,8 +76,8 @@ class Scheduler:
         """Queue a request; a lower `priority` is more urgent.
 
         Raises:
-            ValueError: The id belongs to an unfinished request, or the prompt is empty, too long
-                or has ids outside the vocabulary, or the model refuses the parameters.
+            ValueError: The id belongs to an unfinished request, the prompt is empty, too long or
+                has ids outside the vocabulary, or the model cannot honour the parameters.
         """
         if request_id in self._by_id:
             raise ValueError(
@@ -84,11 +85,8 @@ class Scheduler:
                 " it, or choose another id."
             )
         prompt = [int(token_id) for token_id in prompt_token_ids]
-        check_prompt(self._model, request_id, prompt)
         params = params or SamplingParams()
-        check_sampling = getattr(self._model, "check_sampling", None)
-        if check_sampling is not None:
-            check_sampling(params)
+        check_request(self._model, request_id, prompt, params)
         number = next(self._numbers)
         request = Request(
             RequestKey(request_id, number),
@@ -174,6 +172,7 @@ class Scheduler:
             request = self._in_flight[key]
             row = model_runner_output.req_id_to_index[key]
             token_ids = model_runner_output.sampled_token_ids[row]
+            logprobs = model_runner_output.logprobs
             request.num_in_flight -= 1
             request.num_output_placeholders -= key not in scheduler_output.partial_req_ids
             if request.status.is_finished:
@@ -183,7 +182,8 @@ class Scheduler:
                 self._finish(request, RequestStatus.FINISHED_ERROR)
                 outputs.append(request.output())
             elif token_ids:
-                outputs.append(self._append(request, token_ids))
+                given = logprobs[row] if logprobs else None
+                outputs.append(self._append(request, token_ids, given))
             self._release_if_idle(request)
         return outputs
 
@@ -261,7 +261,9 @@ class Scheduler:
             request.paused = paused
         return request is not None
 
-    def _append(self, request: Request, token_ids: Sequence[int]) -> RequestOutput:
+    def _append(
+        self, request: Request, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None
+    ) -> RequestOutput:
         kept, now = [], time.perf_counter()
         for token_id in token_ids:
             request.output_token_ids.append(token_id)
@@ -272,7 +274,7 @@ class Scheduler:
                 self._finish(request, status)
                 break
         self.stats.generated_tokens += len(kept)
-        return request.output(tuple(kept))
+        return request.output(tuple(kept), tuple(logprobs or ())[: len(kept)])
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         if request.status is RequestStatus.WAITING:
