@@ -31,6 +31,7 @@ from neuron_streams.decode.model import ChunkModel as ChunkModel
 from neuron_streams.decode.model import GatherModel as GatherModel
 from neuron_streams.decode.model import LogprobsTensors as LogprobsTensors
 from neuron_streams.decode.model import Model as Model
+from neuron_streams.decode.model import Sampled as Sampled
 from neuron_streams.decode.model import SamplerOutput as SamplerOutput
 from neuron_streams.decode.model import SamplingTensors as SamplingTensors
 from neuron_streams.decode.output import AsyncModelRunnerOutput as AsyncModelRunnerOutput

@@ -18,15 +18,15 @@ UNWRITTEN = -99
 class FakeTensor:
     """A device tensor: no value until the command that writes it has run."""
 
-    def __init__(self, streams: FakeStreams, rows: int, dtype: torch.dtype = torch.int32) -> None:
+    def __init__(self, streams: FakeStreams, *shape: int, dtype: torch.dtype = torch.int32) -> None:
         self.streams = streams
-        self.shape = torch.Size([rows])
+        self.shape = torch.Size(shape)
         self.dtype = dtype
         self.device = torch.device("cpu")
-        self.value: list[int] | None = None
+        self.value: list[Any] | None = None
         self.error: Exception | None = None
 
-    def read(self) -> list[int]:
+    def read(self) -> list[Any]:
         if self.error is not None:
             raise self.error
         if self.value is None:

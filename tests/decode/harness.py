@@ -15,6 +15,7 @@ from neuron_streams.decode import (
     Scheduler,
     SchedulerOutput,
 )
+from neuron_streams.decode.logprobs import TokenLogprobs
 from tests.decode.fake_streams import FakeStreams
 from tests.decode.hash_model import FakeChunkModel, FakeHashModel, Sizes
 
@@ -24,12 +25,18 @@ class Results:
     """Per request, in order of admission under its id: tokens, emissions and finish reason."""
 
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    logprobs: dict[tuple[str, int], list[TokenLogprobs]] = field(default_factory=dict)
     emissions: Counter[tuple[str, int]] = field(default_factory=Counter)
     reasons: dict[tuple[str, int], str] = field(default_factory=dict)
     errors: dict[tuple[str, int], Exception] = field(default_factory=dict)
     admitted: Counter[str] = field(default_factory=Counter)
     ended: Counter[str] = field(default_factory=Counter)
     total: int = 0
+
+    @property
+    def told(self) -> tuple[Any, ...]:
+        """All that a caller can tell one run from another by."""
+        return self.tokens, self.logprobs, self.reasons, self.emissions
 
     def admit(self, request_id: str) -> tuple[str, int]:
         name = (request_id, self.admitted[request_id])
@@ -43,6 +50,9 @@ class Results:
             assert name not in self.reasons, f"{name} was told more after its end"
             assert output.new_token_ids or output.finished
             self.tokens[name] += output.new_token_ids
+            if output.logprobs is not None:
+                assert len(output.logprobs) == len(output.new_token_ids)
+                self.logprobs.setdefault(name, []).extend(output.logprobs)
             self.emissions[name] += 1
             self.total += len(output.new_token_ids)
             assert output.num_output_tokens == len(self.tokens[name])

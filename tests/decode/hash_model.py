@@ -1,22 +1,28 @@
 """A model whose next token is a hash of the whole history that the *device* saw.
 
 One stale, lost, swapped or doubled token changes everything after it. `reference` is the oracle:
-the tokens of one request, computed with no loop at all.
+the tokens of one request, computed with no loop at all. What `Adjustments` do is in the hash too:
+see hash_adjustments.py.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from neuron_streams.decode import SamplingParams, SamplingTensors
+from neuron_streams.decode import LogprobsTensors, SamplerOutput, SamplingParams, SamplingTensors
+from neuron_streams.decode.logprobs import TokenLogprobs
+from neuron_streams.decode.model import MAX_LOGPROBS
+from tests.decode import hash_adjustments
 from tests.decode.fake_streams import FakeStreams, FakeTensor
+from tests.decode.hash_adjustments import VOCAB, Adjusted, Counts, choose
 
-VOCAB, EOS = 31, 7
+EOS = 7
 BAD = -1000
 PRIME = 2**31 - 1  # all arithmetic stays below 2**63, on the host and in a compiled program
 _weights = random.Random(0)
@@ -29,10 +35,10 @@ def mix_of(temperature: float, top_k: int, top_p: float, seed: int) -> int:
     return sum(part * weight for part, weight in zip(parts, MIX_WEIGHTS, strict=True)) % PRIME
 
 
-def next_token(history: Sequence[int], mix: int, vocab: int = VOCAB) -> int:
+def hash_of(history: Sequence[int], mix: int = 0) -> int:
     value = sum((token + 1) * weight for token, weight in zip(history, WEIGHTS, strict=False))
     value = (value + mix) % PRIME * MIXER % PRIME
-    return (value ^ (value >> 15)) % vocab
+    return value ^ (value >> 15)
 
 
 def reference(
@@ -41,14 +47,30 @@ def reference(
     """Tokens and finish reason of a request."""
     assert params.seed is not None
     mix = mix_of(params.temperature, params.top_k, params.top_p, params.seed)
+    adjusted = Adjusted.of_params(params, len(prompt), [EOS])
     history, tokens = list(prompt), list[int]()
     while len(tokens) < min(params.max_tokens, max_length - len(prompt)):
-        tokens.append(next_token(history, mix))
+        value = hash_of(history, mix + adjusted.mix_with(prompt, Counter(tokens)))
+        tokens.append(choose(value, VOCAB, adjusted.excluded_at(len(history))))
         history.append(tokens[-1])
         stops = tokens[-1] in params.stop_token_ids
         if stops or (tokens[-1] == EOS and not params.ignore_eos):
             return tokens, "stop"
     return tokens, "length"
+
+
+def reference_logprobs(
+    prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams
+) -> list[TokenLogprobs] | None:
+    """The log-probabilities that come with a request's tokens."""
+    if params.logprobs is None:
+        return None
+    return [
+        hash_adjustments.expected_logprobs(
+            hash_of([*prompt, *tokens[:at]]), token, VOCAB, params.logprobs
+        )
+        for at, token in enumerate(tokens)
+    ]
 
 
 @dataclass
@@ -75,6 +97,7 @@ class Sizes:
     vocab_size: int = VOCAB
     eos_token_ids: frozenset[int] = frozenset({EOS})
     on_device_sampling: bool = True
+    adjusts_logits: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     prefill_dtype: torch.dtype = torch.int32
     calls: list[Call] = field(default_factory=list)
@@ -91,6 +114,9 @@ class FakeHashModel(Sizes):
         self.streams = streams
         self.history = [[BAD] * self.max_length for _ in range(self.num_slots)]
         self.mix = [0] * self.num_slots
+        self.adjusted = [Adjusted()] * self.num_slots
+        self.counts = [Counts() for _ in range(self.num_slots)]
+        self.wants_logprobs = [False] * self.num_slots  # the host's own, ahead of the device
         self.last_sampled = [BAD] * self.num_slots
         self.fail_at: set[int] = set()
         self.executed = 0
@@ -104,20 +130,39 @@ class FakeHashModel(Sizes):
     ) -> Any:
         assert input_ids.shape[1] in self.prompt_buckets
         assert input_ids.shape[0] <= self.prefill_batch
-        rows, ends, where = input_ids.tolist(), lengths.tolist(), slots.tolist()
+        return self._prefill(input_ids, torch.zeros_like(lengths), lengths, slots, sampling)
+
+    def _prefill(
+        self,
+        input_ids: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        sampling: SamplingTensors,
+    ) -> Any:
+        rows, begins, where = input_ids.tolist(), starts.tolist(), slots.tolist()
+        ends = [start + length for start, length in zip(begins, lengths.tolist(), strict=True)]
         columns = [column.tolist() for column in sampling[:4]]
         mixes = [mix_of(*(column[row] for column in columns)) for row in range(len(rows))]
+        adjusted = [Adjusted()] * len(rows)
+        if sampling.adjustments is not None:
+            adjusted = [Adjusted.of_row(sampling.adjustments, row) for row in range(len(rows))]
+        for row, slot in enumerate(where):
+            self.wants_logprobs[slot] = adjusted[row].num_logprobs >= 0
 
         def run() -> list[int]:
             for row, slot in enumerate(where):
-                self.history[slot] = [BAD] * self.max_length
-                self.history[slot][: ends[row]] = rows[row][: ends[row]]
-                self.mix[slot] = mixes[row]
+                self.mix[slot], self.adjusted[slot] = mixes[row], adjusted[row]
+                if not begins[row]:
+                    self.history[slot] = [BAD] * self.max_length
+                    self.counts[slot] = Counts()
+                for position in range(begins[row], ends[row]):
+                    self._see(slot, position, rows[row][position - begins[row]])
             return self._scatter(
                 where, [self._next(slot, end) for slot, end in zip(where, ends, strict=True)]
             )
 
-        return self._submit("prefill", input_ids, lengths, where, run, self.prefill_dtype)
+        return self._submit("prefill", input_ids, lengths, where, ends, run, self.prefill_dtype)
 
     def decode(self, input_ids: Any, positions: torch.Tensor, slots: torch.Tensor) -> Any:
         host = None if isinstance(input_ids, FakeTensor) else input_ids.tolist()
@@ -127,7 +172,8 @@ class FakeHashModel(Sizes):
             ids = input_ids.read() if host is None else host
             return self._decode(ids, positions.tolist(), where)
 
-        return self._submit("decode", input_ids, positions, where, run)
+        ends = [position + 1 for position in positions.tolist()]
+        return self._submit("decode", input_ids, positions, where, ends, run)
 
     def decode_gather(self, input_ids: Any, positions: torch.Tensor, slots: torch.Tensor) -> Any:
         host, where = input_ids.tolist(), slots.tolist()
@@ -137,13 +183,21 @@ class FakeHashModel(Sizes):
             ids = [last if token < 0 else token for token, last in zip(host, known, strict=True)]
             return self._scatter(where, self._decode(ids, positions.tolist(), where))
 
-        return self._submit("decode", input_ids, positions, where, run)
+        ends = [position + 1 for position in positions.tolist()]
+        return self._submit("decode", input_ids, positions, where, ends, run)
 
     def _decode(self, ids: list[int], positions: list[int], slots: list[int]) -> list[int]:
         for token, position, slot in zip(ids, positions, slots, strict=True):
             assert slot == 0 or 0 <= token < self.vocab_size, f"{token} reached the device"
-            self.history[slot][position] = token
+            if slot:
+                self._see(slot, position, token)
         return [self._next(slot, end + 1) for slot, end in zip(slots, positions, strict=True)]
+
+    def _see(self, slot: int, position: int, token: int) -> None:
+        self.history[slot][position] = token
+        if self.adjusted[slot].penalizes:
+            in_prompt = position < self.adjusted[slot].num_prompt_tokens
+            self.counts[slot].see(token, in_prompt)
 
     def _scatter(self, slots: list[int], tokens: list[int]) -> list[int]:
         for slot, token in zip(slots, tokens, strict=True):
@@ -153,7 +207,7 @@ class FakeHashModel(Sizes):
     def remap(self, future: Any, index: torch.Tensor) -> Any:
         rows = index.tolist()
         return self._submit(
-            "remap", future, index, [], lambda: [future.read()[row] for row in rows]
+            "remap", future, index, [], [], lambda: [future.read()[row] for row in rows]
         )
 
     def _next(self, slot: int, length: int) -> int:
@@ -161,12 +215,26 @@ class FakeHashModel(Sizes):
             return 0
         history = self.history[slot][:length]
         assert BAD not in history, f"a hole in the history of slot {slot}: {history}"
-        return next_token(history, self.mix[slot], self.vocab_size)
+        adjusted, counts = self.adjusted[slot], self.counts[slot]
+        value = hash_of(history, self.mix[slot] + adjusted.mix_with(counts.prompt, counts.output))
+        return choose(value, self.vocab_size, adjusted.excluded_at(length))
+
+    def _logprobs(self, slots: list[int], ends: list[int], tokens: list[int]) -> list[Any]:
+        """The values of `LogprobsTensors`; what nobody may read is `BAD`."""
+        nothing = [BAD] * (1 + MAX_LOGPROBS)
+        rows = [
+            hash_adjustments.alternatives(hash_of(self.history[slot][:end]), token, self.vocab_size)
+            if slot and self.adjusted[slot].num_logprobs >= 0
+            else (nothing, nothing, BAD)
+            for slot, end, token in zip(slots, ends, tokens, strict=True)
+        ]
+        return [list(column) for column in zip(*rows, strict=True)]
 
     def _damage(self, slots: list[int]) -> None:
         """What a failed step leaves behind in the rows that it was updating in place."""
         for slot in slots:
             self.history[slot] = [0] * self.max_length
+            self.counts[slot] = Counts()
             self.last_sampled[slot] = 0
 
     def _submit(
@@ -175,11 +243,14 @@ class FakeHashModel(Sizes):
         input_ids: Any,
         positions: torch.Tensor,
         slots: list[int],
+        ends: list[int],
         run: Callable[[], list[int]],
         dtype: torch.dtype = torch.int32,
-    ) -> FakeTensor:
+    ) -> Any:
         rows = positions.shape[0]
-        output = FakeTensor(self.streams, rows, dtype)
+        output = FakeTensor(self.streams, rows, dtype=dtype)
+        wanted = any(self.wants_logprobs[slot] for slot in slots)
+        logprobs = self._logprobs_futures(rows) if wanted else ()
         number = len(self.calls)
         if kind == "decode":
             assert input_ids.shape[0] == positions.shape[0] == len(slots)
@@ -194,14 +265,24 @@ class FakeHashModel(Sizes):
                     self._damage(slots)
                     raise ArithmeticError(f"the device failed in call {number}")
                 output.value = run()
+                if logprobs:
+                    values = self._logprobs(slots, ends, output.value)
+                    for tensor, value in zip(logprobs, values, strict=True):
+                        tensor.value = value
             except Exception as error:
-                output.error = error
+                for tensor in (output, *logprobs):
+                    tensor.error = error
                 raise
 
         host = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else None
         self.calls.append(Call(kind, input_ids, positions, slots, output, host))
         self.streams.current_stream().submit(command)
-        return output
+        return SamplerOutput(output, LogprobsTensors(*logprobs)) if logprobs else output  # type: ignore[arg-type]
+
+    def _logprobs_futures(self, rows: int) -> list[FakeTensor]:
+        ids = FakeTensor(self.streams, rows, 1 + MAX_LOGPROBS)
+        logprobs = FakeTensor(self.streams, *ids.shape, dtype=torch.float32)
+        return [ids, logprobs, FakeTensor(self.streams, rows)]
 
 
 class FakeChunkModel(FakeHashModel):
@@ -216,15 +297,4 @@ class FakeChunkModel(FakeHashModel):
         sampling: SamplingTensors,
     ) -> Any:
         assert input_ids.shape[1] in self.prompt_buckets
-        rows, begins, where = input_ids.tolist(), starts.tolist(), slots.tolist()
-        ends = [start + length for start, length in zip(begins, lengths.tolist(), strict=True)]
-
-        def run() -> list[int]:
-            for row, slot in enumerate(where):
-                start, end = begins[row], ends[row]
-                self.history[slot][start:end] = rows[row][: end - start]
-            return self._scatter(
-                where, [self._next(slot, end) for slot, end in zip(where, ends, strict=True)]
-            )
-
-        return self._submit("prefill", input_ids, lengths, where, run, self.prefill_dtype)
+        return self._prefill(input_ids, starts, lengths, slots, sampling)
