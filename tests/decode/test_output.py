@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from neuron_streams.decode import AsyncModelRunnerOutput, ModelRunnerOutput
+from neuron_streams.decode import (
+    AsyncModelRunnerOutput,
+    Logprob,
+    LogprobsTensors,
+    ModelRunnerOutput,
+    SamplerOutput,
+)
 from neuron_streams.decode.output import OutputHandler, resolve_streams
 from neuron_streams.decode.request import RequestKey
 from tests.decode.fake_streams import FakeStreams, FakeTensor
@@ -26,6 +32,39 @@ def make(
 
     compute.submit(run)
     return AsyncModelRunnerOutput(KEYS, tensor, compute, streams.Stream(), streams)
+
+
+def make_with_logprobs(
+    streams: FakeStreams,
+    copy_stream: Any,
+    num_logprobs: list[int | None],
+    partial: frozenset[RequestKey] = frozenset(),
+    error: Exception | None = None,
+) -> AsyncModelRunnerOutput:
+    """Two requests and two rows of padding; each alternative of row i is 10 i and its place."""
+    compute = streams.current_stream()
+    wide = [[10 * row + place for place in range(21)] for row in range(4)]
+    values: list[list[Any]] = [[5, 6, 0, 0], wide, [[-value / 8 for value in row] for row in wide]]
+    values.append([1, 2, 3, 4])
+    tensors: list[Any] = [
+        FakeTensor(streams, 4),
+        FakeTensor(streams, 4, 21),
+        FakeTensor(streams, 4, 21, dtype=torch.float32),
+        FakeTensor(streams, 4),
+    ]
+
+    def run() -> None:
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.value, tensor.error = value, error
+
+    compute.submit(run)
+    sampled = SamplerOutput(tensors[0], LogprobsTensors(*tensors[1:]))
+    return AsyncModelRunnerOutput(
+        KEYS, sampled, compute, copy_stream, streams, partial, num_logprobs
+    )
+
+
+SECOND = [{10: Logprob(-1.25, 2), 11: Logprob(-1.375, 1), 12: Logprob(-1.5, 2)}]
 
 
 def from_threads(output: AsyncModelRunnerOutput, count: int = 16) -> list[Any]:
@@ -49,6 +88,53 @@ def from_threads(output: AsyncModelRunnerOutput, count: int = 16) -> list[Any]:
 def test_rows_beyond_the_requests_are_padding() -> None:
     output = make(FakeStreams()).get_output()
     assert output == ModelRunnerOutput(KEYS, {KEYS[0]: 0, KEYS[1]: 1}, [[5], [6]])
+
+
+def test_logprobs_ride_with_the_tokens() -> None:
+    streams = FakeStreams()
+    copies = streams.Stream()
+    made = make_with_logprobs(streams, copies, [None, 2])
+    streams.run()
+    assert (streams.copies, streams.blocking_reads) == (4, 0)
+    output = made.get_output()
+    assert output.sampled_token_ids == [[5], [6]]
+    assert output.logprobs == [None, SECOND]
+    assert made.get_output() is output
+
+
+def test_logprobs_are_copied_on_the_copy_stream_ahead_of_the_event() -> None:
+    streams = FakeStreams()
+    copies = streams.Stream()
+    made = make_with_logprobs(streams, copies, [None, 2])
+    assert copies.submitted == 5, "one wait and four copies"
+    with streams.hold(copies):
+        streams.run()
+        assert not made.ready()
+    while copies.completed < 4:
+        copies.step()
+    assert not made.ready()
+    copies.step()
+    assert made.ready()
+
+
+def test_a_piece_of_a_prompt_brings_neither_token_nor_logprobs() -> None:
+    streams = FakeStreams()
+    partial = frozenset(KEYS[:1])
+    made = make_with_logprobs(streams, streams.Stream(), [None, 2], partial)
+    output = made.get_output()
+    assert output.sampled_token_ids == [[], [6]]
+    assert output.logprobs == [None, SECOND]
+
+
+def test_logprobs_outlive_the_failure_of_an_older_step() -> None:
+    streams = FakeStreams()
+    copies, cause = streams.Stream(), ArithmeticError("the device failed")
+    failed = make_with_logprobs(streams, copies, [0, 0], error=cause)
+    good = make_with_logprobs(streams, copies, [None, 2])
+    with pytest.raises(ArithmeticError):
+        failed.get_output()
+    assert good.get_output().logprobs == [None, SECOND]
+    assert ModelRunnerOutput.of_failure(KEYS, cause).logprobs is None
 
 
 def test_making_an_output_waits_for_nothing() -> None:
@@ -86,6 +172,10 @@ def test_the_device_tensor_is_kept_until_its_copy_has_ended() -> None:
     assert output._device_tokens is not None
     output.get_output()
     assert output._device_tokens is None
+    sampled = make_with_logprobs(streams, streams.Stream(), [0, 0])
+    assert isinstance(sampled._device_tokens, SamplerOutput)
+    sampled.get_output()
+    assert sampled._device_tokens is None
 
 
 def test_an_interrupt_is_not_the_outputs_own_failure() -> None:

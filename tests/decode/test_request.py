@@ -2,35 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from neuron_streams.decode import Request, RequestOutput, RequestStatus, SamplingParams
+from neuron_streams.decode import Logprob, Request, RequestOutput, RequestStatus, SamplingParams
 from neuron_streams.decode.request import RequestKey
 
 EOS = frozenset({7})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_tokens": 0}, "^max_tokens is 0; it must be 1 or more"),
-        ({"temperature": -0.1}, "^temperature is -0.1; it must be a finite number"),
-        ({"temperature": float("nan")}, "^temperature is nan"),
-        ({"temperature": float("inf")}, "^temperature is inf"),
-        ({"top_k": -1}, "^top_k is -1; it must be 0"),
-        ({"top_p": 0.0}, "^top_p is 0.0; it must be above 0"),
-        ({"top_p": 1.1}, "^top_p is 1.1"),
-        ({"seed": 2**63}, "^seed is 9223372036854775808; it must fit"),
-    ],
-)
-def test_sampling_params_out_of_range_are_refused(options: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SamplingParams(**options)  # type: ignore[arg-type]
-
-
-def test_sampling_params_defaults_are_greedy() -> None:
-    params = SamplingParams()
-    assert (params.max_tokens, params.temperature, params.top_k, params.top_p) == (16, 0.0, 0, 1.0)
-    assert params.seed is None
-    assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)  # type: ignore[arg-type]
 
 
 def test_status_knows_its_finish_reason() -> None:
@@ -75,3 +50,10 @@ def test_the_limit_counts_tokens_in_flight() -> None:
 def test_an_output_tells_whether_it_is_the_last() -> None:
     assert not RequestOutput("a", (1,), 1).finished
     assert RequestOutput("a", (1,), 1, "stop").finished
+
+
+def test_logprobs_are_told_to_those_who_ask() -> None:
+    one = ({5: Logprob(-1.0, 1)},)
+    assert make(logprobs=0).output((5,), one).logprobs == one
+    assert make(logprobs=0).output().logprobs == ()
+    assert make().output((5,)).logprobs is None
