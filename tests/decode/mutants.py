@@ -25,7 +25,8 @@ TIMEOUT = 120.0
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "neuron_streams" / "decode"
 TESTS = ("gather", "failures", "preemption", "reports", "seed", "scheduler", "runner", "output")
-TESTS = (*TESTS, "loop", "batch", "request")
+TESTS = (*TESTS, "loop", "batch", "request", "sampling_params", "admission", "logprobs")
+TESTS = (*TESTS, "sampling_reports")
 
 
 class Mutant(NamedTuple):
@@ -166,6 +167,102 @@ MUTANTS = {
     "more rows than the bucket": Mutant("scheduler", "[: self.max_batch_size]\n", "\n"),
     "a failed step ends nobody": Mutant(
         "scheduler", "elif model_runner_output.error is not None:", "elif False:"
+    ),
+    # Adjustments
+    "a plain row spares all rows their adjustments": Mutant(
+        "batch", "if any(p.adjusts for p in params)", "if all(p.adjusts for p in params)"
+    ),
+    "output before a preemption is prompt": Mutant(
+        "batch", "            new.num_prompt_tokens,", "            len(new.prompt_token_ids),"
+    ),
+    "min_tokens is one too few": Mutant(
+        "batch",
+        "state.num_prompt_tokens + state.params.min_tokens",
+        "state.num_prompt_tokens + max(0, state.params.min_tokens - 1)",
+    ),
+    "min_tokens is one too many": Mutant(
+        "batch",
+        "state.num_prompt_tokens + state.params.min_tokens",
+        "state.num_prompt_tokens + state.params.min_tokens + 1",
+    ),
+    "an end-of-sequence before min_tokens": Mutant(
+        "batch", "p.stop_ids(self.eos_token_ids)", "p.stop_ids(frozenset())"
+    ),
+    "a plain row is masked": Mutant("batch", "= p.min_tokens > 0", "= True"),
+    "the bias is another row's": Mutant("batch", "logit_bias[row, list", "logit_bias[0, list"),
+    "an end-of-sequence that is ignored stops": Mutant(
+        "sampling_params", "stops if self.ignore_eos else", "stops if False else"
+    ),
+    "a penalty below 1 is none": Mutant(
+        "sampling_params", "self.repetition_penalty != 1,", "self.repetition_penalty > 1,"
+    ),
+    "a bias that is infinite on the device": Mutant(
+        "sampling_params", "if not bias <= FLOAT32_MAX:", "if not bias < math.inf:"
+    ),
+    "ids outside the vocabulary": Mutant(
+        "admission", "if not 0 <= token_id < model.vocab_size]", "if token_id < 0]"
+    ),
+    "a model is asked for what it cannot": Mutant(
+        "admission", "if params.adjusts and not", "if False and not"
+    ),
+    "a model that is silent can": Mutant(
+        "admission", '"adjusts_logits", False)', '"adjusts_logits", True)'
+    ),
+    "more alternatives than tokens": Mutant("admission", "> model.vocab_size:", "> 20:"),
+    "min_tokens for which there is no room": Mutant("admission", "> room:", "> room + 1:"),
+    "nothing is left to sample": Mutant(
+        "admission", "excluded |= params.stop_ids(model.eos_token_ids)", "pass"
+    ),
+    "the least bias excludes nothing": Mutant(
+        "admission", "if value < -FLOAT32_MAX}", 'if value == -float("inf")}'
+    ),
+    # Log-probabilities
+    "logprobs of another row": Mutant("logprobs", "], logprobs[row],", "], logprobs[0],"),
+    "a rank of another row": Mutant("logprobs", "ranks[row])", "ranks[-1])"),
+    "an alternative too few": Mutant("logprobs", "[: most + 1]", "[: most or 1]"),
+    "an alternative too many": Mutant("logprobs", "[: most + 1]", "[: most + 2]"),
+    "a rank too low": Mutant("logprobs", "*range(1, len(ids))", "*range(len(ids))"),
+    "logprobs are copied for nobody": Mutant(
+        "logprobs", "num_logprobs:\n        return tokens", "num_logprobs:\n        return sampled"
+    ),
+    "logprobs are waited for": Mutant(
+        "logprobs", "non_blocking=non_blocking) for tensor", "non_blocking=False) for tensor"
+    ),
+    "nobody notices that logprobs are missing": Mutant(
+        "logprobs", "if logprobs is None:\n        raise", "if False:\n        raise"
+    ),
+    "copies on the compute stream": Mutant(
+        "output", "with streams.stream(copy_stream):", "with streams.stream(compute_stream):"
+    ),
+    "a second read leaves the logprobs": Mutant(
+        "output", "return to_host(sampled), None", "return to_host(split(sampled)[0]), None"
+    ),
+    "the logprobs are not kept until the copy": Mutant(
+        "output",
+        "self._device_tokens: Sampled | None = sampled\n",
+        "self._device_tokens: Sampled | None = split(sampled)[0]\n",
+    ),
+    "logprobs of whoever has the row now": Mutant(
+        "runner",
+        "            num_logprobs,\n        )",
+        "            type('Live', (), {'__iter__': lambda _, b=self.input_batch:"
+        " iter(b.num_logprobs(frozenset()))})(),\n        )",
+    ),
+    "a piece of a prompt wants logprobs": Mutant(
+        "batch", "if state.failed or state.key in partial else", "if state.failed else"
+    ),
+    "a failed row wants logprobs": Mutant(
+        "batch", "if state.failed or state.key in partial else", "if state.key in partial else"
+    ),
+    "logprobs of nought are none": Mutant(
+        "batch", "-1 if p.logprobs is None else p.logprobs", "p.logprobs or -1"
+    ),
+    "logprobs of dropped tokens": Mutant(
+        "scheduler", "logprobs or ())[: len(kept)]", "logprobs or ())"
+    ),
+    "logprobs of the first row for all": Mutant("scheduler", "logprobs[row] if", "logprobs[0] if"),
+    "logprobs for those who do not ask": Mutant(
+        "request", "None if self.params.logprobs is None else logprobs", "logprobs"
     ),
     # The loop and its queue
     "one step too many in flight": Mutant(

@@ -32,6 +32,7 @@ def test_scripts_reach_every_path() -> None:
     assert set(met) >= {"composition", "prefill", "reorder", "shape"}
     assert min(met["dropped"], met["preempted"], met["paused"], met["failed"]) > 10
     assert met["async"] > 100
+    assert met["logprobs"] > 100
 
 
 class Idle:

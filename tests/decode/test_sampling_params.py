@@ -73,6 +73,7 @@ def test_sequences_are_copied() -> None:
     [
         {"min_p": 0.1},
         {"repetition_penalty": 1.1},
+        {"repetition_penalty": 0.9},
         {"presence_penalty": -1.0},
         {"frequency_penalty": 0.5},
         {"logit_bias": {1: 0.0}},

@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 
-from neuron_streams.decode import ModelRunnerOutput, SamplingParams, Scheduler, SchedulerOutput
+from neuron_streams.decode import (
+    Logprob,
+    ModelRunnerOutput,
+    SamplingParams,
+    Scheduler,
+    SchedulerOutput,
+)
 from tests.decode.fake_streams import FakeStreams
 from tests.decode.hash_model import EOS, FakeHashModel
 
@@ -178,6 +184,18 @@ def test_a_generation_never_comes_back() -> None:
         keys.add(scheduler.add_request("a", [1]).key)
         scheduler.abort_request("a")
     assert len(keys) == 5
+
+
+def test_what_is_dropped_of_a_step_drops_its_logprobs() -> None:
+    scheduler = make()
+    scheduler.add_request("a", [1], SamplingParams(logprobs=0))
+    step = scheduler.schedule()
+    (key,) = step.num_scheduled_tokens
+    logprobs = [{token: Logprob(-1.0, 1)} for token in (1, EOS, 3)]
+    given = ModelRunnerOutput([key], {key: 0}, [[1, EOS, 3]], logprobs=[logprobs])
+    (output,) = scheduler.update_from_output(step, given)
+    assert output.new_token_ids == (1, EOS)
+    assert output.logprobs == tuple(logprobs[:2])
 
 
 def test_a_model_may_refuse_parameters_at_admission() -> None:
