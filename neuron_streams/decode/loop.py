@@ -102,8 +102,8 @@ class DecodeLoop:
         tokens again when its turn comes, and goes on with the same tokens.
 
         Raises:
-            ValueError: The id is in use, or the prompt is empty, too long or not of this model's
-                vocabulary. Other requests go on.
+            ValueError: The id is in use, the prompt is empty, too long or not of this model's
+                vocabulary, or the model cannot honour the parameters. Other requests go on.
         """
         self._check_open("add_request")
         self.scheduler.add_request(request_id, prompt_token_ids, sampling_params, priority)

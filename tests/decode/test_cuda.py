@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from neuron_streams.decode import DecodeLoop, SamplingParams
+from neuron_streams.decode.logprobs import TokenLogprobs
 from tests.decode.compiled_hash_model import CompiledHashModel
-from tests.decode.hash_model import reference
+from tests.decode.hash_model import reference, reference_logprobs
 
 
 def eager(fn: Callable[..., Any], examples: Mapping[str, torch.Tensor], **_: Any) -> Any:
@@ -32,11 +33,24 @@ def eager(fn: Callable[..., Any], examples: Mapping[str, torch.Tensor], **_: Any
 def test_tokens_on_a_gpu(options: dict[str, Any]) -> None:
     model = CompiledHashModel(eager, "cuda")
     prompts = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11]]
-    params = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True) for n in (5, 12, 9, 3)]
+    adjusted = {
+        "frequency_penalty": 0.5,
+        "min_tokens": 3,
+        "stop_token_ids": (1, 2, 3),
+        "logprobs": 2,
+    }
+    params = [
+        SamplingParams(max_tokens=n, seed=n, ignore_eos=True, **(adjusted if n % 2 else {}))
+        for n in (5, 12, 9, 3)
+    ]
     tokens: dict[str, list[int]] = {}
+    logprobs: dict[str, list[TokenLogprobs]] = {}
     with DecodeLoop(model, streams=torch.cuda, **options) as loop:
         for output in loop.generate(prompts, params):
             tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            logprobs.setdefault(output.request_id, []).extend(output.logprobs or ())
     for number, prompt in enumerate(prompts):
-        assert tokens[str(number)] == reference(prompt, params[number], model.max_length)[0]
+        want, _ = reference(prompt, params[number], model.max_length)
+        assert tokens[str(number)] == want
+        assert logprobs[str(number)] == (reference_logprobs(prompt, want, params[number]) or [])
     assert (loop.stats.async_steps > 0) == loop.runner.use_async_scheduling
