@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 
 from neuron_streams._runtime import process
+from neuron_streams._runtime.complaints import NoRoom
 from neuron_streams._runtime.port import Buffer, Command, Failure, Marker, Ticket
 from neuron_streams.context import SUBMITTED, Context, log, raise_first
 
@@ -82,27 +83,31 @@ class StreamState:
         if watched and self.context.tracing:
             command.name = f"{command.name.partition(SUBMITTED)[0]}{SUBMITTED}{_caller()}"
         lane = self.lane
-        try:
-            with self.lock:
-                after = self.waits[:]
-                waits, implicit = len(after), self.implicit
-                for buffer in reads:
-                    buffer.named = True
-                    if implicit and (writer := buffer.writer) is not None and writer[0] != lane:
-                        after.append(writer)
-                ticket = self._submit(command, after, waits)
-                for buffer in writes:
-                    buffer.named = True
-                    buffer.writer = ticket
-        except RuntimeError:
-            process.linger()
-            raise
+        while True:
+            try:
+                with self.lock:
+                    after = self.waits[:]
+                    waits, implicit = len(after), self.implicit
+                    for buffer in reads:
+                        buffer.named = True
+                        if implicit and (writer := buffer.writer) is not None and writer[0] != lane:
+                            after.append(writer)
+                    ticket = self._submit(command, after, waits)
+                    for buffer in writes:
+                        buffer.named = True
+                        buffer.writer = ticket
+                break
+            except NoRoom:  # nobody waits while holding the lock
+                self.context.runtime.wait_for_room(lane)
+            except RuntimeError:
+                process.linger()
+                raise
         if watched:
             self._watch(command, ticket, after)
         return ticket
 
     def _submit(self, command: Command, after: list[Ticket], waits: int) -> Ticket:
-        ticket = self.context.runtime.submit(self.lane, command, after)
+        ticket = self.context.runtime.submit(self.lane, command, after, False)
         if self.last is not None:
             self.last = ticket
         if waits:  # only now: who sees no waits must see the `last` that they went into

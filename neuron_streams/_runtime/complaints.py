@@ -10,6 +10,7 @@ from neuron_streams._runtime.port import Command, Pledge, Ticket
 __all__ = [
     "FORGOTTEN",
     "CancelledError",
+    "NoRoom",
     "cancelled",
     "closed",
     "describe",
@@ -22,6 +23,13 @@ FORGOTTEN = (1 << 63) - 1  # a closed lane has completed whatever it was given
 
 class CancelledError(RuntimeError):
     """A command that had not completed when its runtime was closed."""
+
+
+class NoRoom(RuntimeError):  # noqa: N818  (a state of the device, which its caller waits for)
+    """A device has as many commands outstanding as it takes; see `Runtime.wait_for_room`."""
+
+    def __init__(self, device: int) -> None:
+        super().__init__(f"neuron:{device} takes no more commands until some have completed")
 
 
 def cancelled(command: Command, ticket: Ticket, running: bool) -> CancelledError:

@@ -78,8 +78,13 @@ class EmulatedRuntime(Runtime):
     def lanes(self, device: int) -> Sequence[int]:
         return self._workers.lanes(device)
 
-    def submit(self, lane: int, command: Command, after: Sequence[Ticket] = ()) -> Ticket:
-        return self._workers.submit(lane, command, after)
+    def submit(
+        self, lane: int, command: Command, after: Sequence[Ticket] = (), wait: bool = True
+    ) -> Ticket:
+        return self._workers.submit(lane, command, after, wait)
+
+    def wait_for_room(self, lane: int) -> None:
+        self._workers.wait_for_room(lane)
 
     def complete(self, ticket: Ticket, error: BaseException | None = None) -> None:
         self._workers.complete(ticket, error)

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from neuron_streams._runtime.complaints import (
     FORGOTTEN,
     CancelledError,
+    NoRoom,
     cancelled,
     closed,
     describe,
@@ -118,6 +119,14 @@ class _Device:
     def moving(self) -> bool:
         return any(self.running.values()) or any(self.ready.values())
 
+    @property
+    def full(self) -> bool:
+        """Whether commands must wait for room.
+
+        A device that is not moving waits for the host: making the host wait would be a deadlock.
+        """
+        return self.outstanding >= OUTSTANDING and self.moving
+
 
 class Lanes(Runtime):
     """Lanes and units without anyone to run the commands; see `manual` and `emulated`."""
@@ -196,34 +205,41 @@ class Lanes(Runtime):
 
     # -- submitting -------------------------------------------------------------------------
 
-    def submit(self, lane: int, command: Command, after: Sequence[Ticket] = ()) -> Ticket:
-        with self._lock:
-            self._check_open()
-            if self._abandoned:
-                self._bury()
-            found = self._lanes[lane]
-            device = self._devices[found.device]
-            if device.outstanding >= OUTSTANDING and not isinstance(command, Marker | Pledge):
-                self._wait_for_room(device)
-            found.submitted += 1
-            entry = Entry(found, found.submitted, command)
-            for ticket in after:
-                self._block(entry, ticket)
-            found.pending.append(entry)
-            if not isinstance(command, Marker | Pledge):
-                device.outstanding += 1
-            if isinstance(command, Marker) and command.timed:
-                found.timed[entry.value] = command
-            if len(found.pending) == 1:
-                for touched in self._advance(found):
-                    self._dispatch(touched)
-            return Ticket(lane, entry.value)
+    def submit(
+        self, lane: int, command: Command, after: Sequence[Ticket] = (), wait: bool = True
+    ) -> Ticket:
+        while True:
+            with self._lock:
+                self._check_open()
+                if self._abandoned:
+                    self._bury()
+                found = self._lanes[lane]
+                if isinstance(command, Marker | Pledge) or not self._devices[found.device].full:
+                    return self._append(found, command, after)
+            if not wait:
+                raise NoRoom(found.device)
+            self.wait_for_room(lane)
 
-    def _wait_for_room(self, device: _Device) -> None:
-        # A device that is not moving waits for the host: making the host wait would be a deadlock.
-        while device.outstanding >= OUTSTANDING and device.moving and not self._closed:
-            self._room.wait(0.1)
-        self._check_open()
+    def _append(self, lane: _Lane, command: Command, after: Sequence[Ticket]) -> Ticket:
+        entry = Entry(lane, lane.submitted + 1, command)
+        for ticket in after:
+            self._block(entry, ticket)
+        lane.submitted = entry.value
+        lane.pending.append(entry)
+        if not isinstance(command, Marker | Pledge):
+            self._devices[lane.device].outstanding += 1
+        if isinstance(command, Marker) and command.timed:
+            lane.timed[entry.value] = command
+        if len(lane.pending) == 1:
+            for touched in self._advance(lane):
+                self._dispatch(touched)
+        return entry.ticket
+
+    def wait_for_room(self, lane: int) -> None:
+        with self._lock:
+            found = self._lanes.get(lane)
+            while found is not None and self._devices[found.device].full and not self._closed:
+                self._room.wait(0.1)
 
     def _block(self, entry: Entry, ticket: Ticket) -> None:
         upstream = self._lanes.get(ticket.lane)

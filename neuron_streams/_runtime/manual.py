@@ -123,6 +123,11 @@ class ManualRuntime(Lanes):
                         f"for; the next is {head}. Open the gate or submit the command first."
                     )
 
+    def wait_for_room(self, lane: int) -> None:
+        found = self._lanes.get(lane)
+        while found is not None and self._devices[found.device].full and self._step_any():
+            pass
+
     def close(self, timeout: float | None = None) -> None:
         alone = self._stepping.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
         with self._lock:

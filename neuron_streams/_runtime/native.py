@@ -24,6 +24,7 @@ import torch
 
 from neuron_streams._runtime.complaints import (
     FORGOTTEN,
+    NoRoom,
     cancelled,
     closed,
     describe,
@@ -188,7 +189,9 @@ class NativeWorkers:
 
     # -- submitting -------------------------------------------------------------------------
 
-    def submit(self, lane: int, command: Command, after: Sequence[Ticket] = ()) -> Ticket:
+    def submit(
+        self, lane: int, command: Command, after: Sequence[Ticket] = (), wait: bool = True
+    ) -> Ticket:
         if self._abandoned:
             self._bury()
         found = self._lanes[lane]
@@ -199,7 +202,7 @@ class NativeWorkers:
         self._commands[key] = command
         value = self._submit(self._runtime, lane, message, len(message) >> 3)
         if value < 0:
-            value = self._submit_again(value, lane, key, message)
+            value = self._submit_again(value, lane, key, message, wait)
         if type(command) is Marker and command.timed:
             found.timed[value] = command
         kept = found.kept
@@ -212,9 +215,9 @@ class NativeWorkers:
             pass  # another thread has swept
         return _ticket((lane, value))
 
-    def _submit_again(self, value: int, lane: int, key: int, message: bytes) -> int:
+    def _submit_again(self, value: int, lane: int, key: int, message: bytes, wait: bool) -> int:
         try:
-            while value == FULL:
+            while value == FULL and wait:
                 self._library.wait_for_room(self._runtime, lane, SLICE)
                 value = self._submit(self._runtime, lane, message, len(message) >> 3)
         finally:
@@ -222,9 +225,14 @@ class NativeWorkers:
                 del self._commands[key]
         if value == CLOSED:
             raise closed(self.name)
+        if value == FULL:
+            raise NoRoom(self._lanes[lane].device)
         if value < 0:
             raise KeyError(lane)
         return value
+
+    def wait_for_room(self, lane: int) -> None:
+        self._library.wait_for_room(self._runtime, lane, SLICE)
 
     def complete(self, ticket: Ticket, error: BaseException | None = None) -> None:
         lane = self._lanes.get(ticket.lane)

@@ -285,7 +285,13 @@ class Runtime(Protocol):
     def close_lane(self, lane: int) -> None:
         """Forget the lane once its pending commands have completed; never waits."""
 
-    def submit(self, lane: int, command: Command, after: Sequence[Ticket] = ()) -> Ticket: ...
+    def submit(
+        self, lane: int, command: Command, after: Sequence[Ticket] = (), wait: bool = True
+    ) -> Ticket:
+        """Waits where the device has no room; raises NoRoom instead unless `wait`."""
+
+    def wait_for_room(self, lane: int) -> None:
+        """Block until the lane's device may have room. Who submits then may be too late again."""
 
     def complete(self, ticket: Ticket, error: BaseException | None = None) -> None:
         """Keep the pledges of a host lane up to `ticket`, or break them with an error."""
