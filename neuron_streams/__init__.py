@@ -76,6 +76,13 @@ from neuron_streams.tensor import NeuronTensor as NeuronTensor
 if not TYPE_CHECKING:
 
     def __getattr__(name):
+        import sys
+
         from neuron_streams import surface
 
-        raise surface.missing(name, "torch.cuda", "torch.neuron")
+        error = surface.missing(name, "torch.cuda", "torch.neuron")
+        # `from neuron_streams import name` asks by hasattr, and keeps the answer to itself.
+        asks = sys._getframe(1).f_globals.get("__name__")
+        if asks in ("importlib._bootstrap", "_frozen_importlib"):
+            error = surface.not_importable(error)
+        raise error

@@ -24,6 +24,7 @@ import torch
 from neuron_streams import _dynamo
 from neuron_streams._runtime import process
 from neuron_streams._runtime.port import Failure, Runtime
+from neuron_streams.errors import AcceleratorError
 
 if TYPE_CHECKING:
     from neuron_streams.lane import StreamState
@@ -207,25 +208,38 @@ def _after_fork() -> None:
 
 
 def index_of(device: DeviceLike, *, optional: bool = True) -> int:
-    """The device index that an argument means; None is the current device."""
-    if device is None:
+    """The device index that an argument means; where it names none, that of the current device.
+
+    Raises:
+        ValueError: it is no device of ours, or it names none and that is not `optional`.
+        AcceleratorError: there is no such device.
+    """
+    index = device if type(device) is int else _index_in(device)
+    if index is None:
         if not optional:
-            raise ValueError("Expected a neuron device with a specified index, but got: None")
+            raise ValueError(
+                f"Expected a neuron device with a specified index or an integer, but got: {device}"
+            )
         return context().threads.here.device
-    if isinstance(device, bool) or not isinstance(device, int):
-        if isinstance(device, str):
-            device = _parse(device)
-        if not isinstance(device, torch.device):
-            raise TypeError(f"Expected a neuron device, but got: {device!r}")
-        if device.type not in ("neuron", "privateuseone"):
-            raise ValueError(f"Expected a neuron device, but got: {device}")
-        device = context().threads.here.device if device.index is None else device.index
-    if not 0 <= device < context().count:
-        raise RuntimeError(
-            f"invalid device ordinal: there is no neuron:{device}, the devices are "
+    if not 0 <= index < context().count:
+        raise AcceleratorError(
+            f"invalid device ordinal: there is no neuron:{index}, the devices are "
             f"neuron:0 to neuron:{context().count - 1}"
         )
-    return device
+    return index
+
+
+def _index_in(device: object) -> int | None:
+    if device is None or isinstance(device, int):
+        return None if device is None else int(device)  # True is device 1, as in torch
+    if isinstance(device, str):
+        device = _parse(device)
+    if isinstance(device, torch.device) and device.type in ("neuron", "privateuseone"):
+        return device.index
+    index = getattr(device, "idx", None)  # a context of `device`, as torch.cuda takes one
+    if not isinstance(index, int):
+        raise ValueError(f"Expected a neuron device, but got: {device}")
+    return index
 
 
 def _parse(device: str) -> torch.device:
@@ -240,12 +254,16 @@ def raise_first(failures: Iterable[Failure]) -> None:
         process.linger()
         first, *others = found
         _note(first.error, _where(first))
-        for other in others:
+        for number, other in enumerate(others):
             log.error("also failed, %s: %r", _where(other), other.error)
-            _note(first.error, f"also failed, {_where(other)}: {other.error!r}")
+            if number < MOST_NOTES:
+                _note(first.error, f"also failed, {_where(other)}: {other.error!r}")
+        if len(others) > MOST_NOTES:
+            _note(first.error, f"also failed: {len(others) - MOST_NOTES} more, see the log")
         raise first.error.with_traceback(first.traceback)
 
 
+MOST_NOTES = 8
 SUBMITTED = " submitted at "  # between a command's name and the place, if that is traced
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import warnings
 from types import TracebackType
@@ -18,6 +19,7 @@ from neuron_streams.context import context as context
 from neuron_streams.context import index_of as index_of
 from neuron_streams.context import raise_first as raise_first
 from neuron_streams.context import replace as replace
+from neuron_streams.errors import AcceleratorError
 
 __all__ = [
     "DeviceLike",
@@ -78,11 +80,14 @@ def current_device() -> int:
 def set_device(device: DeviceLike) -> None:
     """Make a device current for the calling thread; a negative index changes nothing.
 
+    Raises:
+        ValueError: it names no index, or is no device of ours.
+
     Host: returns at once. Source: torch.cuda.set_device.
     """
     if isinstance(device, int) and device < 0:
         return
-    context().threads.here.go(index_of(device))
+    context().threads.here.go(index_of(device, optional=False))
 
 
 def _exchange_device(device: int) -> int:
@@ -229,7 +234,16 @@ def is_current_stream_capturing() -> bool:
 
 def can_device_access_peer(device: DeviceLike, peer_device: DeviceLike) -> bool:
     """Whether a device reaches another's memory: all do, but none is its own peer."""
-    return index_of(device, optional=False) != index_of(peer_device, optional=False)
+    return _known(device) != _known(peer_device)
+
+
+def _known(device: DeviceLike) -> int:
+    """`index_of`, but with the error of the functions that torch.cuda checks by itself."""
+    try:
+        return index_of(device)
+    except AcceleratorError as error:
+        told = str(error).removeprefix("invalid device ordinal: ")
+        raise AssertionError(f"Invalid device id: {told}") from None
 
 
 class DeviceProperties(NamedTuple):
@@ -242,7 +256,7 @@ class DeviceProperties(NamedTuple):
 
 def get_device_properties(device: DeviceLike = None) -> DeviceProperties:
     """Name, memory in bytes and core count of a device. Source: torch.cuda."""
-    index_of(device)
+    _known(device)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return DeviceProperties(f"NeuronCore ({context().runtime.name})", memory, 1)
 
@@ -254,7 +268,7 @@ def get_device_name(device: DeviceLike = None) -> str:
 
 def get_device_capability(device: DeviceLike = None) -> tuple[int, int]:
     """(0, 0): the CPU has no NeuronCore version. Source: torch.cuda.get_device_capability."""
-    index_of(device)
+    _known(device)
     return (0, 0)
 
 
@@ -270,7 +284,7 @@ def _sleep(cycles: int) -> None:
     """
     from neuron_streams.stream import current_stream
 
-    current_stream()._submit(Sleep(cycles * 1e-9))
+    current_stream()._submit(Sleep(operator.index(cycles) * 1e-9))
 
 
 def _is_in_bad_fork() -> bool:

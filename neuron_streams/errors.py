@@ -9,10 +9,12 @@ from neuron_streams._runtime.manual import DeadlockError as DeadlockError
 
 __all__ = [
     "AbsentError",
+    "AbsentImportError",
     "AcceleratorError",
     "CancelledError",
     "CudaError",
     "DeadlockError",
+    "ForeignError",
     "OutOfMemoryError",
     "UnsupportedError",
     "check_error",
@@ -42,3 +44,17 @@ class UnsupportedError(NotImplementedError):
 
 class AbsentError(UnsupportedError, AttributeError):
     """A name of torch.cuda that is not there at all; `hasattr` says so, the message what to use."""
+
+
+class AbsentImportError(UnsupportedError, ImportError):
+    """The same of `from neuron_streams import name`, which knows no other error than ImportError.
+
+    A class of its own because Python has no room for AttributeError and ImportError in one.
+    """
+
+
+class ForeignError(TypeError, AttributeError):
+    """A stream or event of somebody else's, or no stream or event at all.
+
+    An AttributeError, too, since torch.cuda asks whatever it is given for its attributes.
+    """

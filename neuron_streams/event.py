@@ -11,7 +11,7 @@ from typing_extensions import Self
 from neuron_streams import surface
 from neuron_streams._runtime.port import Marker, Ticket
 from neuron_streams.context import raise_first
-from neuron_streams.errors import UnsupportedError
+from neuron_streams.errors import ForeignError, UnsupportedError
 from neuron_streams.lane import StreamState, weakly
 from neuron_streams.stream import NeuronStream, as_stream, current_stream
 
@@ -195,7 +195,7 @@ def as_event(event: object) -> Event:
     """One of ours; a foreign one is refused with a sentence."""
     if isinstance(event, Event):
         return event
-    raise TypeError(
+    raise ForeignError(
         f"a Neuron event is expected, but got {type(event).__name__}; "
         "make one with neuron_streams.Event()"
     )

@@ -177,6 +177,8 @@ class Executable:
             )
         if isinstance(tensor, NeuronTensor):
             return _placed(where, tensor, device)
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{where} is {tensor.layout}. Give it {spec.name}.to_dense().")
         if not tensor.is_cpu:
             raise ValueError(f"{where} is on {tensor.device}. Copy it to neuron:{device} first.")
         raise ValueError(
@@ -226,7 +228,8 @@ def _is_on_host(
 ) -> TypeGuard[torch.Tensor]:
     if not isinstance(tensor, torch.Tensor):
         return False
-    return tensor.dtype == dtype and tensor.shape == size and tensor.is_cpu
+    fits = tensor.dtype == dtype and tensor.shape == size
+    return fits and tensor.is_cpu and tensor.layout is torch.strided
 
 
 def _fresh(tensor: torch.Tensor, device: int) -> Buffer:

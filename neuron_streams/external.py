@@ -7,6 +7,7 @@ nobody else needs to know how a number becomes a stream.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from typing_extensions import Self
@@ -32,7 +33,7 @@ class ExternalStream(NeuronStream):
     """
 
     def __new__(cls, stream_ptr: int, device: DeviceLike = None, **kwargs: Any) -> Self:
-        return cls._of(*state_of(context(), device, stream_ptr=stream_ptr))
+        return cls._of(*state_of(context(), device, stream_ptr=stream_ptr, **kwargs))
 
     def __init__(self, stream_ptr: int, device: DeviceLike = None, **kwargs: Any) -> None:
         pass  # torch.Stream is built in __new__
@@ -51,9 +52,14 @@ def state_of(
     device_index: int | None = None,
     device_type: int = DEVICE_TYPE,
     stream_ptr: int | None = None,
+    **unknown: object,
 ) -> tuple[StreamState, int]:
     """What the keywords of `Stream` stand for: the lane, and the id of the stream object."""
+    if unknown:
+        raise TypeError(f"Stream() got an unexpected keyword argument {next(iter(unknown))!r}")
+    stream_id = operator.index(stream_id)
     if stream_ptr is not None:
+        stream_ptr = operator.index(stream_ptr)
         return _of_handle(found, stream_ptr, index_of(device)), stream_ptr
     if device_type != DEVICE_TYPE:
         raise ValueError(

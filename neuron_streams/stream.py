@@ -6,6 +6,7 @@ A stream is a view of a lane, whose objects share a `StreamState`. `external` ha
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -13,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from typing_extensions import Self
 
-from neuron_streams import surface
 from neuron_streams._runtime.port import Buffer, Command, Ticket
 from neuron_streams.context import DeviceLike, Here, context, held, index_of, raise_first
 from neuron_streams.device import check_sync
+from neuron_streams.errors import ForeignError, UnsupportedError
 from neuron_streams.lane import StreamState, weakly
 
 if TYPE_CHECKING:
@@ -53,7 +54,6 @@ class NeuronStream(torch.Stream):
     __slots__ = ("__dict__", "_state", *weakly(torch.Stream))
 
     _state: StreamState
-    __cuda_stream__ = surface.Absent("torch.cuda.Stream")
 
     def __new__(cls, device: DeviceLike = None, priority: int = 0, **kwargs: Any) -> Self:
         found = context()
@@ -61,7 +61,7 @@ class NeuronStream(torch.Stream):
             from neuron_streams.external import state_of
 
             return cls._of(*state_of(found, device, **kwargs))
-        clamped = min(LEAST_PRIORITY, max(GREATEST_PRIORITY, priority))
+        clamped = min(LEAST_PRIORITY, max(GREATEST_PRIORITY, operator.index(priority)))
         state = StreamState(found, index_of(device), clamped)
         return cls._of(state, state.lane << 1 | 1)
 
@@ -102,6 +102,13 @@ class NeuronStream(torch.Stream):
     @property
     def _as_parameter_(self) -> ctypes.c_void_p:
         return ctypes.c_void_p(self.native_handle)
+
+    def __cuda_stream__(self) -> NoReturn:
+        """Raises UnsupportedError: libraries ask for it to take the answer for a cudaStream_t."""
+        raise UnsupportedError(
+            "Stream.__cuda_stream__: this is no CUDA stream, and nothing here is a pointer to one; "
+            "use native_handle with get_stream_from_external, or torch.cuda on a GPU"
+        )
 
     def is_capturing(self) -> bool:
         """False: there is no graph capture."""
@@ -213,7 +220,7 @@ def as_stream(stream: object) -> NeuronStream:
             device_index=stream.device_index,
             device_type=stream.device_type,
         )
-    raise TypeError(
+    raise ForeignError(
         f"a Neuron stream is expected, but got {type(stream).__name__}; "
         "make one with neuron_streams.Stream()"
     )

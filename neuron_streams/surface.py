@@ -11,9 +11,19 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple, NoReturn, TypeAlias
 
 from neuron_streams._surface_rows import ACCELERATOR, ADDED, CUDA, EVENT, NEURON, OUTSIDE, STREAM
-from neuron_streams.errors import AbsentError
+from neuron_streams.errors import AbsentError, AbsentImportError
 
-__all__ = ["Absent", "OUTSIDE", "Row", "SPACES", "find", "markdown", "missing", "rows"]
+__all__ = [
+    "Absent",
+    "OUTSIDE",
+    "Row",
+    "SPACES",
+    "find",
+    "markdown",
+    "missing",
+    "not_importable",
+    "rows",
+]
 
 Kind: TypeAlias = Literal["match", "modified", "mismatch", "absent", "added"]
 
@@ -59,14 +69,18 @@ def missing(what: str, *spaces: str) -> AttributeError:
     """The error for an attribute that is not there: the row's sentence where there is one.
 
     It is an AttributeError, so that `hasattr` and `getattr` with a default tell the truth to code
-    that looks before it leaps; `from neuron_streams import graph` is an ImportError for the same
-    reason.
+    that looks before it leaps.
     """
     for space in spaces:
         row = find(space, what.rpartition(".")[2])
         if row is not None and row.kind == "absent":
             return AbsentError(f"neuron_streams.{what}: absent. {row.note}")
     return AttributeError(f"neuron_streams has no attribute {what!r}")
+
+
+def not_importable(error: AttributeError) -> Exception:
+    """What `from neuron_streams import graph` raises, which is an ImportError with the sentence."""
+    return AbsentImportError(*error.args) if isinstance(error, AbsentError) else error
 
 
 class Absent:

@@ -8,7 +8,6 @@ and `to` tell the truth.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,6 @@ from neuron_streams.stream import as_stream
 __all__ = ["NeuronTensor"]
 
 aten = torch.ops.aten
-_make = torch.Tensor._make_wrapper_subclass
 
 
 class NeuronTensor(torch.Tensor):
@@ -39,20 +37,15 @@ class NeuronTensor(torch.Tensor):
 
     @staticmethod
     def _wrap(view: View, requires_grad: bool = False) -> NeuronTensor:
-        size, stride, dtype, device = view.size, view.stride, view.dtype, _wrapped()
-        made: NeuronTensor
-        if not (view.offset or requires_grad):  # a third less for what each step's outputs are
-            made = _make(NeuronTensor, size, strides=stride, dtype=dtype, device=device)
-        else:
-            made = _make(
-                NeuronTensor,
-                size,
-                strides=stride,
-                storage_offset=view.offset,
-                dtype=dtype,
-                device=device,
-                requires_grad=requires_grad,
-            )
+        made: NeuronTensor = torch.Tensor._make_wrapper_subclass(
+            NeuronTensor,
+            view.size,
+            strides=view.stride,
+            storage_offset=view.offset,
+            dtype=view.dtype,
+            device=torch.device(_WRAPPED),
+            requires_grad=requires_grad,
+        )
         made._view = view
         return made
 
@@ -89,10 +82,10 @@ class NeuronTensor(torch.Tensor):
             raise _unsupported("to(dtype)")
         if index == self.get_device() and not copy:
             return self
-        size = tuple(self.shape)
-        view = memory.empty(size, memory.contiguous(size), self.dtype, index)
-        memory.copy_between(view, self._view)
-        return NeuronTensor._wrap(view)
+        if self.requires_grad and torch.is_grad_enabled():
+            moved: torch.Tensor = _Move.apply(self, index)  # type: ignore[no-untyped-call]
+            return moved
+        return _moved(self, index)
 
     @classmethod
     def __torch_function__(
@@ -118,6 +111,34 @@ class NeuronTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
+
+    def __format__(self, spec: str) -> str:
+        """That of the number where there is one, as in torch. Host: waits for it."""
+        return format(self.detach().item(), spec) if self.dim() == 0 else super().__format__(spec)
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return NeuronTensor._wrap(self._view)
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        """What `Module.to` moves parameters by: the tensor is another from now on."""
+        if not isinstance(other, NeuronTensor) or _form(other) != _form(self):
+            raise UnsupportedError(
+                f"data = ...: a device tensor of shape {list(self.shape)} and {self.dtype} can "
+                "only become another of the same; assign it to the name instead"
+            )
+        self._view = other._view
+
+    def share_memory_(self) -> Self:
+        raise UnsupportedError(
+            "share_memory_: device memory is not shared between processes; pickle the tensor, "
+            "which sends a copy, or share x.cpu()"
+        )
+
+    def is_shared(self) -> bool:
+        """False: no other process sees device memory."""
+        return False
 
     def numpy(self, *, force: bool = False) -> Any:
         if not force:
@@ -155,10 +176,32 @@ class NeuronTensor(torch.Tensor):
         return result
 
 
-@functools.cache
-def _wrapped() -> torch.device:
-    """The device below Python; there is none of that name before the first use of ours."""
-    return torch.device("neuron:0")
+class _Move(torch.autograd.Function):
+    """To another device, and its gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, source: NeuronTensor, index: int) -> NeuronTensor:
+        ctx.index = source.get_device()
+        return _moved(source, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad.to(torch.device("neuron", ctx.index)), None
+
+
+def _form(tensor: NeuronTensor) -> tuple[object, ...]:
+    view = tensor._view
+    return view.dtype, view.size, view.stride
+
+
+def _moved(source: NeuronTensor, index: int) -> NeuronTensor:
+    size = tuple(source.shape)
+    view = memory.empty(size, memory.contiguous(size), source.dtype, index)
+    memory.copy_between(view, source._view)
+    return NeuronTensor._wrap(view)
+
+
+_WRAPPED = "neuron:0"
 
 
 def _unsupported(what: str) -> UnsupportedError:

@@ -10,7 +10,7 @@ import torch
 
 import neuron_streams
 from neuron_streams import surface
-from neuron_streams.errors import AbsentError, UnsupportedError
+from neuron_streams.errors import AbsentError, AbsentImportError, UnsupportedError
 
 OURS = {
     "torch.cuda": neuron_streams,
@@ -108,8 +108,6 @@ def test_what_is_absent_says_what_to_use(row):
 
 
 def test_absent_methods_raise_on_objects():
-    with pytest.raises(AbsentError, match=r"^neuron_streams\.Stream\.__cuda_stream__: absent"):
-        _ = neuron_streams.Stream().__cuda_stream__
     with pytest.raises(AbsentError, match="torch.multiprocessing"):
         neuron_streams.Event().ipc_handle()
     assert not hasattr(neuron_streams.Event, "from_ipc_handle")
@@ -150,18 +148,56 @@ ASKED_FOR = {
     "is_current_stream_capturing check_error CudaError OutOfMemoryError AcceleratorError Stream "
     "ExternalStream Event",
     "torch.cuda.Stream": "stream_id device_index device_type device cuda_stream priority "
-    "native_handle _as_parameter_ priority_range query synchronize is_capturing wait_event "
-    "wait_stream record_event",
+    "native_handle _as_parameter_ __cuda_stream__ priority_range query synchronize is_capturing "
+    "wait_event wait_stream record_event __eq__ __hash__ __enter__",
     "torch.cuda.Event": "query wait synchronize device cuda_event event_id elapsed_time record",
 }
 
 
 def test_what_streams_are_made_of_is_there():
-    """`__cuda_stream__` alone is not: who calls it takes the answer for a pointer."""
     kinds = {(row.space, row.name): row.kind for row in ROWS}
     for space, names in ASKED_FOR.items():
         for name in names.split():
             assert kinds[space, name] in ("match", "modified"), (space, name)
+
+
+NOT_ASKED_FOR = {  # graphs, IPC, GreenContext and cudart
+    "torch.cuda": "graph_pool_handle CUDAGraph graph make_graphed_callables ipc_collect cudart "
+    "GreenContext",
+    "torch.cuda.Event": "ipc_handle from_ipc_handle",
+}
+
+
+def test_what_streams_are_not_made_of_is_absent():
+    kinds = {(row.space, row.name): row.kind for row in ROWS}
+    for space, names in NOT_ASKED_FOR.items():
+        for name in names.split():
+            assert kinds[space, name] == "absent", (space, name)
+
+
+@pytest.mark.parametrize(
+    "name", [r.name for r in ROWS if r.space == "torch.cuda" and r.kind == "absent"]
+)
+def test_importing_what_is_absent_says_what_to_use(name):
+    with pytest.raises(AbsentImportError, match=rf"^neuron_streams\.{name}: absent\. ") as caught:
+        exec(f"from neuron_streams import {name}", {})
+    assert isinstance(caught.value, ImportError)
+    assert isinstance(caught.value, UnsupportedError)
+
+
+def test_importing_what_nobody_has_is_a_plain_import_error():
+    with pytest.raises(ImportError, match="cannot import name 'nonsense'") as caught:
+        exec("from neuron_streams import nonsense", {})
+    assert not isinstance(caught.value, UnsupportedError)
+    with pytest.raises(ModuleNotFoundError):
+        exec("import neuron_streams.graph", {})
+
+
+def test_the_protocol_of_cuda_streams_refuses_to_hand_out_a_pointer():
+    s = neuron_streams.Stream()
+    assert hasattr(s, "__cuda_stream__")
+    with pytest.raises(UnsupportedError, match=r"^Stream\.__cuda_stream__: this is no CUDA stream"):
+        s.__cuda_stream__()
 
 
 def test_exceptions_of_cuda_code_are_classes_that_can_be_caught():

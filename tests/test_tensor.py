@@ -142,6 +142,46 @@ def test_a_pickle_holds_values_and_device(mode):
     assert x.tolist() == [0, 1, 2]
 
 
+def test_a_move_to_another_device_keeps_the_gradient():
+    leaf = torch.ones(3, requires_grad=True)
+    there = leaf.to("neuron").to("neuron:1")
+    assert (there.requires_grad, there.device) == (True, torch.device("neuron:1"))
+    (there.cpu() * torch.arange(3.0)).sum().backward()
+    assert leaf.grad.tolist() == [0.0, 1.0, 2.0]
+    with torch.no_grad():
+        assert not leaf.to("neuron").to("neuron:1").requires_grad
+
+
+def test_modules_move_between_devices():
+    linear = torch.nn.Linear(2, 2)
+    weight = linear.weight.detach().clone()
+    for device in ("neuron", "neuron:1", "neuron:0", "neuron:1", "cpu"):
+        linear.to(device)
+        assert linear.weight.device == torch.device("neuron:0" if device == "neuron" else device)
+        assert linear.weight.requires_grad
+        assert torch.equal(linear.weight.detach().cpu(), weight)
+    x = torch.ones(2).to("neuron")
+    for wrong in (torch.ones(2), torch.ones(3).to("neuron"), torch.ones(2).int().to("neuron")):
+        with pytest.raises(neuron_streams.UnsupportedError, match="^data = ...: a device tensor"):
+            x.data = wrong
+
+
+def test_a_number_is_formatted_as_one(mode):
+    x = torch.tensor(1.256).to("neuron")
+    assert (f"{x:.2f}", f"{x}") == ("1.26", str(torch.tensor(1.256).item()))
+    y = torch.ones(2).to("neuron")
+    assert f"{y}" == repr(y)
+    with pytest.raises(TypeError, match="unsupported format string"):
+        f"{y:.2f}"
+
+
+def test_device_memory_is_not_shared_between_processes(mode):
+    x = torch.ones(2).to("neuron")
+    assert not x.is_shared()
+    with pytest.raises(neuron_streams.UnsupportedError, match="^share_memory_: device memory"):
+        x.share_memory_()
+
+
 def test_a_host_read_waits_for_nothing_else_on_its_own_stream(mode):
     with use_runtime(ManualRuntime()):
         x = torch.ones(2).to("neuron")

@@ -47,6 +47,10 @@ def write(path: str | os.PathLike[str], signature: Signature, payload: Payload) 
         "sha256": {name: hashlib.sha256(data).hexdigest() for name, data in entries.items()},
     }
     target = Path(path)
+    if not target.parent.is_dir() or target.is_dir():
+        what = f"{target} is a folder" if target.is_dir() else f"there is no folder {target.parent}"
+        error = IsADirectoryError if target.is_dir() else FileNotFoundError
+        raise error(f"save: {what}; give the name of a file in a folder that is there")
     with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".saving-", delete=False) as file:
         try:
             with zipfile.ZipFile(file, "w") as archive:
