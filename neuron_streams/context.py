@@ -173,10 +173,10 @@ def register() -> None:
         )
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-    from neuron_streams import tensor
+    from neuron_streams import ops
 
     _setup_privateuseone_for_python_backend("neuron", module)
-    tensor.register_factories()
+    ops.register()
     _dynamo.prepare()
 
 

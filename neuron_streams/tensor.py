@@ -8,6 +8,7 @@ and `to` tell the truth.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,11 +19,12 @@ from neuron_streams import memory
 from neuron_streams._runtime.port import View
 from neuron_streams.context import context, index_of
 from neuron_streams.errors import UnsupportedError
-from neuron_streams.stream import as_stream
 
 __all__ = ["NeuronTensor"]
 
-aten = torch.ops.aten
+_make = torch.Tensor._make_wrapper_subclass
+# What is done for an aten operator on device tensors; `ops` fills it.
+HANDLERS: dict[Any, Callable[..., Any]] = {}
 
 
 class NeuronTensor(torch.Tensor):
@@ -37,15 +39,20 @@ class NeuronTensor(torch.Tensor):
 
     @staticmethod
     def _wrap(view: View, requires_grad: bool = False) -> NeuronTensor:
-        made: NeuronTensor = torch.Tensor._make_wrapper_subclass(
-            NeuronTensor,
-            view.size,
-            strides=view.stride,
-            storage_offset=view.offset,
-            dtype=view.dtype,
-            device=torch.device(_WRAPPED),
-            requires_grad=requires_grad,
-        )
+        size, stride, dtype, device = view.size, view.stride, view.dtype, _wrapped()
+        made: NeuronTensor
+        if not (view.offset or requires_grad):  # a third less for what each step's outputs are
+            made = _make(NeuronTensor, size, strides=stride, dtype=dtype, device=device)
+        else:
+            made = _make(
+                NeuronTensor,
+                size,
+                strides=stride,
+                storage_offset=view.offset,
+                dtype=dtype,
+                device=device,
+                requires_grad=requires_grad,
+            )
         made._view = view
         return made
 
@@ -79,7 +86,7 @@ class NeuronTensor(torch.Tensor):
             return super().to(*args, **kwargs)
         index = index_of(device)
         if dtype not in (None, self.dtype):
-            raise _unsupported("to(dtype)")
+            raise unsupported("to(dtype)")
         if index == self.get_device() and not copy:
             return self
         if self.requires_grad and torch.is_grad_enabled():
@@ -114,10 +121,12 @@ class NeuronTensor(torch.Tensor):
 
     def __format__(self, spec: str) -> str:
         """That of the number where there is one, as in torch. Host: waits for it."""
-        return format(self.detach().item(), spec) if self.dim() == 0 else super().__format__(spec)
+        if self.dim() == 0:
+            return format(self.detach().item(), spec)
+        return object.__format__(self, spec)
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         return NeuronTensor._wrap(self._view)
 
     @data.setter
@@ -166,13 +175,13 @@ class NeuronTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        handler = _HANDLERS.get(func)
+        handler = HANDLERS.get(func)
         if handler is not None:
             return handler(*args, **(kwargs or {}))
         # In inference mode composite operators such as aten.to arrive here whole.
         result = func.decompose(*args, **(kwargs or {}))
         if result is NotImplemented:
-            raise _unsupported(str(func))
+            raise unsupported(str(func))
         return result
 
 
@@ -185,7 +194,7 @@ class _Move(torch.autograd.Function):
         return _moved(source, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad.to(torch.device("neuron", ctx.index)), None
 
 
@@ -201,10 +210,13 @@ def _moved(source: NeuronTensor, index: int) -> NeuronTensor:
     return NeuronTensor._wrap(view)
 
 
-_WRAPPED = "neuron:0"
+@functools.cache
+def _wrapped() -> torch.device:
+    """The device below Python; there is none of that name before the first use of ours."""
+    return torch.device("neuron:0")
 
 
-def _unsupported(what: str) -> UnsupportedError:
+def unsupported(what: str) -> UnsupportedError:
     return UnsupportedError(
         f"{what}: eager operators on Neuron tensors are not there yet; "
         "put the computation into neuron_streams.compile(), or copy the tensor to the host first"
@@ -221,144 +233,3 @@ def _spelled_out(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _rebuild(values: torch.Tensor, device: int) -> torch.Tensor:
     context()  # in a fresh process torch does not know the name yet
     return values.to(torch.device("neuron", min(device, context().count - 1)))
-
-
-def _broadcasts(size: torch.Size, wanted: torch.Size) -> bool:
-    """Whether a tensor of one size can be copied into one of another."""
-    fits = all(a in (1, b) for a, b in zip(reversed(size), reversed(wanted), strict=False))
-    return len(size) <= len(wanted) and fits
-
-
-def _copy_from(
-    source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
-) -> torch.Tensor:
-    """What `torch.tensor(values, device="neuron")` ends in."""
-    return _copy_(target, source, non_blocking)
-
-
-def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    if source.shape != target.shape and not _broadcasts(source.shape, target.shape):
-        raise RuntimeError(
-            f"copy_: a tensor of shape {list(source.shape)} cannot be broadcast to "
-            f"{list(target.shape)}; reshape it first"
-        )
-    if isinstance(target, NeuronTensor):
-        if isinstance(source, NeuronTensor):
-            memory.copy_between(target._view, source._view)
-        else:
-            memory.copy_into(target._view, source, non_blocking)
-    elif isinstance(source, NeuronTensor):
-        memory.to_host(source._view, target, non_blocking)
-    return target
-
-
-def _to_copy(
-    source: NeuronTensor,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-    non_blocking: bool = False,
-    memory_format: torch.memory_format | None = None,
-) -> torch.Tensor:
-    if device is None or device.type != "cpu":
-        raise _unsupported("aten._to_copy on the device")
-    out = _like(source, dtype or source.dtype, memory_format)
-    if non_blocking:
-        memory.mark_pinned(out)
-    memory.to_host(source._view, out, non_blocking)
-    return out
-
-
-def _like(
-    source: NeuronTensor, dtype: torch.dtype, memory_format: torch.memory_format | None
-) -> torch.Tensor:
-    """An empty host tensor laid out as torch would lay out a copy."""
-    size, stride = source._view.size, source._view.stride
-    if memory_format in (None, torch.preserve_format) and stride == memory.contiguous(size):
-        return torch.empty(size, dtype=dtype)
-    shape = torch.empty_strided(size, stride, device="meta")
-    kept = torch.empty_like(shape, memory_format=memory_format or torch.preserve_format)
-    return torch.empty_strided(kept.shape, kept.stride(), dtype=dtype)
-
-
-def _local_scalar_dense(source: NeuronTensor) -> bool | int | float | complex:
-    # Below autograd `source.cpu()` would come back as aten.to.
-    value: bool | int | float | complex = _to_copy(source, device=torch.device("cpu")).item()
-    return value
-
-
-def _record_stream(tensor: NeuronTensor, stream: torch.Stream) -> None:
-    """Nothing to keep: a command holds the buffers that it names until it has completed."""
-    as_stream(stream)
-
-
-def _alias(source: NeuronTensor) -> NeuronTensor:
-    return NeuronTensor._wrap(source._view)
-
-
-def _is_pinned(tensor: torch.Tensor, device: torch.device | None = None) -> bool:
-    return not isinstance(tensor, NeuronTensor) and memory.is_pinned(tensor)
-
-
-def _pin_memory(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    return memory.pin(tensor)
-
-
-_HANDLERS: dict[Any, Callable[..., Any]] = {
-    aten.copy_.default: _copy_,
-    aten._to_copy.default: _to_copy,
-    aten._local_scalar_dense.default: _local_scalar_dense,
-    aten.record_stream.default: _record_stream,
-    aten.detach.default: _alias,
-    aten.alias.default: _alias,
-    aten.lift_fresh.default: _alias,
-    aten.detach_.default: lambda tensor: tensor,
-    aten.is_pinned.default: _is_pinned,
-}
-
-
-def _empty_strided(
-    size: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-) -> NeuronTensor:
-    view = memory.empty(
-        tuple(size), tuple(stride), dtype or torch.get_default_dtype(), index_of(device)
-    )
-    return NeuronTensor._wrap(view)
-
-
-def _empty(
-    size: Sequence[int],
-    dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-    memory_format: torch.memory_format | None = None,
-) -> NeuronTensor:
-    shape = tuple(size)
-    strides = torch.empty(shape, device="meta", memory_format=memory_format).stride()
-    return _empty_strided(shape, strides, dtype, layout, device, pin_memory)
-
-
-_library: torch.library.Library | None = None
-
-
-def register_factories() -> None:
-    """Give torch what it needs to make a tensor on "neuron"; once, at the first use of anything."""
-    global _library
-    if _library is None:
-        _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        for name, kernel in (
-            ("empty.memory_format", _empty),
-            ("empty_strided", _empty_strided),
-            ("_copy_from", _copy_from),
-        ):
-            _library.impl(name, kernel, "PrivateUse1")  # type: ignore[no-untyped-call]
-        if not torch.cuda.is_available():  # CUDA pins memory of its own
-            for name, pinning in (("is_pinned", _is_pinned), ("_pin_memory", _pin_memory)):
-                _library.impl(name, pinning, "CPU")  # type: ignore[no-untyped-call]
