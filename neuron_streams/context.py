@@ -25,6 +25,7 @@ from neuron_streams import _dynamo
 from neuron_streams._runtime import process
 from neuron_streams._runtime.port import Failure, Runtime
 from neuron_streams.errors import AcceleratorError
+from neuron_streams.placement import follow
 
 if TYPE_CHECKING:
     from neuron_streams.lane import StreamState
@@ -54,18 +55,24 @@ class Here:
 
     def go(self, device: int) -> None:
         """Make a device current."""
-        self.device = device
+        before, self.device = self.device, device
         self.stream = self.streams.get(device)
+        if before != device:
+            follow(device)
 
     def enter(self, owner: object, stream: NeuronStream, index: int) -> None:
         """Make a stream of device `index` current until `owner` is left."""
-        streams = self.streams
-        self.entered.append((owner, self.device, index, streams.get(index)))
+        streams, before = self.streams, self.device
+        self.entered.append((owner, before, index, streams.get(index)))
         streams[index] = self.stream = stream
-        self.device = index
+        if before != index:
+            self.device = index
+            follow(index)
 
-    def leave(self, owner: object) -> bool:
+    def leave(self, owner: object, mine: bool = True) -> bool:
         """Put back what the thread had when it last entered `owner`; False if it has not.
+
+        `mine` is whether the thread is the calling one.
 
         Mostly that is the top of the stack. Generators and tasks may leave in another order: then
         each puts back what it found, as in torch.cuda.
@@ -76,12 +83,16 @@ class Here:
             at -= 1
         if at < 0:
             return False
-        _, self.device, index, before = entered.pop(at)
+        _, device, index, before = entered.pop(at)
         if before is None:
             self.streams.pop(index, None)
         else:
             self.streams[index] = before
-        self.stream = self.streams.get(self.device)
+        self.stream = self.streams.get(device)
+        if device != self.device:
+            self.device = device
+            if mine:
+                follow(device)
         return True
 
 

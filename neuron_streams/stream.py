@@ -267,8 +267,8 @@ def set_stream(stream: torch.Stream | None) -> None:
     if stream is not None:
         ours = as_stream(stream)
         here = context().threads.here
-        here.streams[ours._state.device] = here.stream = ours
-        here.device = ours._state.device
+        here.streams[ours._state.device] = ours
+        here.go(ours._state.device)
 
 
 class StreamContext:
@@ -303,7 +303,7 @@ class StreamContext:
             return False
         found = held.context or context()
         if not found.threads.here.leave(self) and self._here is not None:
-            self._here.leave(self)
+            self._here.leave(self, mine=False)
         return False
 
 
