@@ -30,21 +30,29 @@ def runtime(request):
         *RUNTIMES,
         "native-explicit",
         "python-explicit",
+        "manual-side",
+        "native-side",
         pytest.param("cuda", marks=pytest.mark.gpu),
     ]
 )
 def streams(request, monkeypatch):
-    """The stream namespace: ours on each runtime, implicit waits on and off, or torch.cuda."""
+    """The stream namespace: ours on each runtime, implicit waits on and off, or torch.cuda.
+
+    On "side" another stream than the default one is current from the start (report 15352), on both
+    devices: a test that means the default stream says so.
+    """
     if request.param == "cuda":
         if not torch.cuda.is_available():
             pytest.skip("no CUDA GPU here")
         yield torch.cuda
         torch.cuda.synchronize()
         return
-    kind, _, explicit = request.param.partition("-")
-    if explicit:
+    kind, _, how = request.param.partition("-")
+    if how == "explicit":
         monkeypatch.setenv("NEURON_STREAMS_IMPLICIT_WAITS", "0")
     with use_runtime(RUNTIMES[kind](devices=2)):
+        for index in (1, 0) if how == "side" else ():
+            neuron_streams.set_stream(neuron_streams.Stream(index))
         yield neuron_streams
 
 

@@ -51,7 +51,11 @@ def test_comparisons_as_fixed_upstream(streams):
 
 def test_the_default_stream_has_id_0(streams):
     assert streams.default_stream().stream_id == 0
-    assert streams.current_stream() == streams.default_stream()
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(streams.current_stream()))
+    thread.start()
+    thread.join()
+    assert seen == [streams.default_stream()], "what is current until another is set"
 
 
 @pytest.mark.parametrize(("asked", "got"), [(10, 0), (1, 0), (0, 0), (-1, -1), (-3, -3), (-9, -3)])
@@ -229,11 +233,11 @@ def test_a_stream_of_another_device_switches_the_device(streams):
         pytest.skip("one device")
     s = streams.Stream(device=1)
     with streams.device(0):
-        before = streams.current_stream(1)
+        here, before = streams.current_stream(0), streams.current_stream(1)
         with streams.stream(s):
             assert streams.current_device() == 1
             assert streams.current_stream() == s
-            assert streams.current_stream(0) == streams.default_stream(0)
+            assert streams.current_stream(0) == here
         assert streams.current_device() == 0
         assert streams.current_stream(1) == before
     assert streams.default_stream(0) != streams.default_stream(1)
