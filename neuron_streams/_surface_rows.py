@@ -21,8 +21,7 @@ _MONITOR = "Use neuron-top or neuron-monitor on the machine."
 _CACHED = "Renamed in torch long ago; use {}."
 _RAW = "Use torch.empty(..., device='neuron')."
 _GREEN = "Use NeuronStream(priority=...): the cores of a device cannot be divided."
-_INDEX = "torch sees one device below a Python backend, so it says 0; use {}."
-_BELOW = "A Python backend has no streams below Python, so torch does nothing; use {}."
+_OURS = "Ours, put in its place at the first use: below Python there is one device and no stream."
 
 # fmt: off
 CUDA: _Rows = (
@@ -177,18 +176,16 @@ ACCELERATOR: _Rows = (
     ("current_accelerator", "match", "(check_available=False)", ""),
     ("is_available", "match", "()", ""),
     ("device_count", "match", "()", ""),
-    ("current_device_index", "mismatch", "()", _INDEX.format("neuron_streams.current_device()")),
-    ("current_device_idx", "mismatch", "()", _INDEX.format("neuron_streams.current_device()")),
-    ("set_device_index", "mismatch", "(device, /)", _INDEX.format("neuron_streams.set_device()")),
-    ("set_device_idx", "mismatch", "(device, /)", _INDEX.format("neuron_streams.set_device()")),
-    ("device_index", "mismatch", "(device, /)", _INDEX.format("neuron_streams.device()")),
+    ("current_device_index", "modified", "()", _OURS),
+    ("current_device_idx", "modified", "()", _OURS),
+    ("set_device_index", "modified", "(device, /)", _OURS),
+    ("set_device_idx", "modified", "(device, /)", _OURS),
+    ("device_index", "modified", "(device, /)", _OURS),
     ("get_device_capability", "absent", "(device=None, /)",
      "torch raises; use neuron_streams.get_device_properties()."),
-    ("current_stream", "mismatch", "(device=None, /)",
-     _BELOW.format("neuron_streams.current_stream()")),
-    ("set_stream", "mismatch", "(stream)", _BELOW.format("neuron_streams.set_stream()")),
-    ("synchronize", "absent", "(device=None, /)",
-     "torch raises; use neuron_streams.synchronize()."),
+    ("current_stream", "modified", "(device=None, /)", _OURS),
+    ("set_stream", "modified", "(stream)", _OURS),
+    ("synchronize", "modified", "(device=None, /)", _OURS),
     ("empty_cache", "absent", "()", "torch raises; use neuron_streams.empty_cache()."),
     ("empty_host_cache", "absent", "()", "torch 2.13 crashes; nothing is cached, so leave it out."),
     ("get_memory_info", "absent", "(device_index=None, /)",

@@ -184,10 +184,11 @@ def register() -> None:
         )
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-    from neuron_streams import ops
+    from neuron_streams import accelerator, ops
 
     _setup_privateuseone_for_python_backend("neuron", module)
     ops.register()
+    accelerator.take_over()
     _dynamo.prepare()
 
 
