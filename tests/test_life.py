@@ -9,6 +9,7 @@ import sys
 import threading
 
 import pytest
+import torch
 
 import neuron_streams
 from neuron_streams.context import context
@@ -257,6 +258,47 @@ def test_threads_submit_record_wait_and_query_at_once():
             neuron_streams.synchronize(index)
         assert wrong == []
         assert all(s.query() for s in streams)
+
+
+WAITS = {
+    "a stream": lambda s, e, x: s.synchronize(),
+    "an event": lambda s, e, x: e.synchronize(),
+    "a device": lambda s, e, x: neuron_streams.synchronize(),
+    "a tensor": lambda s, e, x: x.tolist(),
+    "a copy": lambda s, e, x: torch.empty(2).copy_(x),
+}
+
+
+@pytest.mark.parametrize("worker", ["native", "python"])
+@pytest.mark.parametrize("name", WAITS)
+def test_who_waits_holds_neither_the_gil_nor_a_lock(name, worker):
+    with use_runtime(EmulatedRuntime(1, worker=worker)):
+        s, done, entered = neuron_streams.Stream(), [], threading.Event()
+        gate = Gate(s)
+        with neuron_streams.stream(s):
+            x = torch.empty(2, device="neuron").copy_(torch.ones(2).to("neuron"))
+            e = s.record_event()
+
+        def wait():
+            entered.set()
+            WAITS[name](s, e, x)
+            done.append(name)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert entered.wait(10)
+        for _ in range(200):
+            with neuron_streams.stream(s):
+                neuron_streams._sleep(0)
+                s.record_event(neuron_streams.Event(enable_timing=True))
+            s.wait_stream(neuron_streams.default_stream())
+            assert not s.query()
+            assert not e.query()
+        assert neuron_streams.Stream().query()
+        assert done == []
+        gate.open()
+        thread.join(30)
+        assert done == [name]
 
 
 def test_two_threads_wait_for_each_other():

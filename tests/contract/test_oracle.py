@@ -173,13 +173,13 @@ def test_a_blocking_wait_sleeps(streams, hold):
     s, e = streams.Stream(), streams.Event(blocking=True)
     release = hold(s)
     e.record(s)
-    timer = threading.Timer(0.3, release)
+    timer = threading.Timer(1.0, release)
     timer.start()
     before = time.process_time()
     e.synchronize()
     spent = time.process_time() - before
     timer.join()
-    assert spent < 0.1, "a wait of 0.3 s may not burn it"
+    assert spent < 0.05, "a wait of a second may not burn it"
 
 
 def test_elapsed_time_is_taken_at_completion_and_may_be_negative(streams, hold):

@@ -424,6 +424,24 @@ def test_tasks_of_one_thread_share_its_current_stream(streams):
     assert streams.current_stream() == before
 
 
+def test_tasks_that_interleave_put_back_what_they_found(streams):
+    """Each task has its stream until its first await; submit inside a `with` that has none."""
+    s, t, before, seen = streams.Stream(), streams.Stream(), streams.current_stream(), []
+
+    async def work(stream, turns):
+        with streams.stream(stream):
+            seen.append(streams.current_stream() == stream)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+
+    async def both():
+        await asyncio.gather(work(s, 2), work(t, 1))
+
+    asyncio.run(both())
+    assert seen == [True, True]
+    assert streams.current_stream() == before
+
+
 def test_a_thread_pool_starts_on_the_default_stream(streams):
     s = streams.Stream()
     with ThreadPoolExecutor(2) as pool, streams.stream(s):

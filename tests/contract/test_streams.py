@@ -228,6 +228,51 @@ def test_threads_share_a_stream_object(streams):
     assert wrong == []
 
 
+def test_threads_share_a_context_object(streams):
+    if streams is torch.cuda:
+        pytest.skip("torch keeps what it restores on the object")
+    s, barrier, wrong = streams.Stream(), threading.Barrier(3, timeout=10), []
+    context = streams.stream(s)
+
+    def enter():
+        own = streams.Stream()
+        streams.set_stream(own)
+        barrier.wait()
+        for _ in range(200):
+            with context, context:
+                if streams.current_stream() != s:
+                    wrong.append("inside")
+            if streams.current_stream() != own:
+                wrong.append("outside")
+
+    threads = [threading.Thread(target=enter) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_device_contexts_nest_and_restore(streams):
+    if streams.device_count() < 2:
+        pytest.skip("one device")
+    one = streams.device(1)
+    with one:
+        assert streams.current_device() == 1
+        with streams.device(0), streams.stream(streams.Stream(device=1)):
+            assert streams.current_device() == 1
+        assert streams.current_device() == 1
+    with pytest.raises(KeyError), one:
+        raise KeyError
+    assert streams.current_device() == 0
+    s = streams.Stream(device=1)
+    with streams.device(0):
+        streams.set_stream(s)
+        assert streams.current_device() == 1
+    assert streams.current_device() == 0
+    assert streams.current_stream(1) == s, "what is set inside a device's context stays set"
+
+
 def test_a_stream_of_another_device_switches_the_device(streams):
     if streams.device_count() < 2:
         pytest.skip("one device")
