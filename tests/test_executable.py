@@ -246,3 +246,10 @@ def test_save_and_load_are_there(tmp_path, add):
     add.save(tmp_path / "add.zip")
     loaded = Executable.load(tmp_path / "add.zip")
     assert loaded(torch.ones(2, 3), torch.ones(3)).cpu().tolist() == [[2, 2, 2]] * 2
+
+
+def test_a_sparse_tensor_is_refused(add):
+    with pytest.raises(
+        ValueError, match=r"^add: input 'x' is torch.sparse_coo. Give it x.to_dense"
+    ):
+        add(torch.ones(2, 3).to_sparse(), torch.ones(3))

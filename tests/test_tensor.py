@@ -143,13 +143,14 @@ def test_a_pickle_holds_values_and_device(mode):
 
 
 def test_a_move_to_another_device_keeps_the_gradient():
-    leaf = torch.ones(3, requires_grad=True)
-    there = leaf.to("neuron").to("neuron:1")
-    assert (there.requires_grad, there.device) == (True, torch.device("neuron:1"))
-    (there.cpu() * torch.arange(3.0)).sum().backward()
-    assert leaf.grad.tolist() == [0.0, 1.0, 2.0]
-    with torch.no_grad():
-        assert not leaf.to("neuron").to("neuron:1").requires_grad
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.ones(3, requires_grad=True)
+        there = leaf.to("neuron").to("neuron:1")
+        assert (there.requires_grad, there.device) == (True, torch.device("neuron:1"))
+        (there.cpu() * torch.arange(3.0)).sum().backward()
+        assert leaf.grad.tolist() == [0.0, 1.0, 2.0]
+        with torch.no_grad():
+            assert not leaf.to("neuron").to("neuron:1").requires_grad
 
 
 def test_modules_move_between_devices():

@@ -68,6 +68,17 @@ def test_saving_leaves_the_old_file_when_it_fails(saved, monkeypatch):
 
 
 @needs_cxx
+def test_saving_where_no_file_can_be(tmp_path, saved):
+    executable = Executable.load(saved)
+    with pytest.raises(
+        FileNotFoundError, match="^save: there is no folder .*missing; give the name"
+    ):
+        executable.save(tmp_path / "missing" / "x.zip")
+    with pytest.raises(IsADirectoryError, match="^save: .* is a folder; give the name of a file"):
+        executable.save(tmp_path)
+    assert sorted(tmp_path.iterdir()) == [saved]
+
+
 def test_a_file_cut_short_is_refused(saved):
     saved.write_bytes(saved.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"pair.zip is not an executable, or is cut short"):
