@@ -19,6 +19,7 @@ the parts are public for those who build a loop of their own.
     generate.py   prompts in, an iterator out
     model.py      what a model must offer
     stats.py      what is counted
+    trace.py      what each step did and when
 """
 
 from neuron_streams.decode.batch import CachedRequestState as CachedRequestState
@@ -44,3 +45,6 @@ from neuron_streams.decode.sampling_params import SamplingParams as SamplingPara
 from neuron_streams.decode.schedule import SchedulerOutput as SchedulerOutput
 from neuron_streams.decode.scheduler import Scheduler as Scheduler
 from neuron_streams.decode.stats import DecodeStats as DecodeStats
+from neuron_streams.decode.trace import Span as Span
+from neuron_streams.decode.trace import StepRecord as StepRecord
+from neuron_streams.decode.trace import StepTrace as StepTrace

@@ -10,7 +10,7 @@ import logging
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 
 from neuron_streams.decode.gather import GatherRunner
@@ -23,6 +23,7 @@ from neuron_streams.decode.runner import ModelRunner
 from neuron_streams.decode.sampling_params import SamplingParams
 from neuron_streams.decode.scheduler import Scheduler
 from neuron_streams.decode.stats import DecodeStats
+from neuron_streams.decode.trace import StepTrace
 
 __all__ = ["DecodeLoop"]
 
@@ -211,6 +212,20 @@ class DecodeLoop:
         outputs, self._undelivered = self._undelivered, []
         return outputs
 
+    def trace(self, max_steps: int = 1000) -> StepTrace:
+        """A recorder of what each step does and when, while it is entered.
+
+            with loop.trace() as trace:
+                ...  # steps
+            trace.save("trace.json")
+
+        Args:
+            max_steps: Steps that are kept; older ones are forgotten.
+
+        Host: returns at once; entering it blocks until the loop's stream is idle.
+        """
+        return StepTrace(self.runner, max_steps)
+
     def close(self, timeout: float = 10.0) -> tuple[str, ...]:
         """End the loop and its output thread; always returns, within about `timeout` seconds.
 
@@ -242,11 +257,19 @@ class DecodeLoop:
     def _launch(self) -> bool:
         # Once a step is scheduled it must run: an interrupt in between ends the loop too.
         with self._ending_on(BaseException):
+            trace = self.runner.trace
+            if trace is not None:
+                trace.begin()
             scheduler_output = self.scheduler.schedule()
+            if trace is not None:
+                trace.scheduled()
             self.runner.execute_model(scheduler_output)
             if not scheduler_output.num_scheduled_tokens:
                 return False
-            self.batch_queue.put(scheduler_output, self.runner.sample_tokens())
+            output = self.runner.sample_tokens()
+            if trace is not None:
+                trace.end(scheduler_output, output)
+            self.batch_queue.put(scheduler_output, output)
             return True
 
     def _retire_oldest(self) -> list[RequestOutput]:
@@ -255,7 +278,9 @@ class DecodeLoop:
             if output.error is not None:
                 logger.error("a step failed, and its requests with it: %r", output.error)
             self._step_error = output.error
-            return self.scheduler.update_from_output(scheduler_output, output)
+            trace = self.runner.trace
+            with nullcontext() if trace is None else trace.updating(scheduler_output):
+                return self.scheduler.update_from_output(scheduler_output, output)
 
     @contextmanager
     def _ending_on(self, kind: type[BaseException]) -> Iterator[None]:

@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeAlias, cast
 from neuron_streams.decode.logprobs import TokenLogprobs, logprobs_of_rows, split, to_host
 from neuron_streams.decode.model import Sampled
 from neuron_streams.decode.request import RequestKey
+from neuron_streams.decode.trace import StepRecord
 
 __all__ = [
     "AsyncModelRunnerOutput",
@@ -142,6 +143,7 @@ class AsyncModelRunnerOutput:
     ) -> None:
         self.req_ids = req_ids
         self.error: Exception | None = None
+        self.record: StepRecord | None = None
         self._partial = partial
         self._num_logprobs = num_logprobs
         self._streams = streams
@@ -177,7 +179,11 @@ class AsyncModelRunnerOutput:
     def _materialize(self) -> ModelRunnerOutput:
         with self._lock:
             if not self.done:
-                self._read_copy()
+                if self.record is None:
+                    self._read_copy()
+                else:
+                    with self.record.reading():
+                        self._read_copy()
         if self.error is not None:
             raise self.error
         assert self._output is not None

@@ -26,6 +26,7 @@ from neuron_streams.decode.pending import AsyncExecutionBuffer, PendingOutputs
 from neuron_streams.decode.request import RequestKey
 from neuron_streams.decode.schedule import SchedulerOutput
 from neuron_streams.decode.stats import DecodeStats
+from neuron_streams.decode.trace import StepTrace
 from neuron_streams.errors import UnsupportedError
 
 __all__ = ["ModelRunner"]
@@ -71,6 +72,7 @@ class ModelRunner:
         self.use_async_scheduling = async_scheduling
         self.is_output_rank = is_output_rank
         self.stats = stats or DecodeStats()
+        self.trace: StepTrace | None = None
         self.compute_stream = streams.current_stream(model.device)
         self.copy_stream = streams.Stream(device=model.device) if async_scheduling else None
         self.requests: dict[RequestKey, CachedRequestState] = {}
@@ -114,6 +116,8 @@ class ModelRunner:
         self._note_launch(scheduler_output)
         if self.use_async_scheduling:
             self.stats.count_path(reason)
+        if self.trace is not None:
+            self.trace.note_path("decode" if self._is_decode() else "prefill", reason)
 
     def sample_tokens(
         self, grammar_output: None = None
@@ -205,6 +209,8 @@ class ModelRunner:
         return self.model.remap(future, index), True
 
     def _execute_model_forward(self, model_input: ModelInput) -> Sampled | Exception:
+        if self.trace is not None:
+            self.trace.launching()
         input_ids, positions, slots, sampling, starts = model_input
         if sampling is None:
             sampled = self._decode(input_ids, positions, slots)
@@ -213,6 +219,8 @@ class ModelRunner:
         else:
             model = cast("ChunkModel", self.model)
             sampled = model.prefill_chunk(input_ids, starts, positions, slots, sampling)
+        if self.trace is not None:
+            self.trace.launched()
         if self.use_async_scheduling:
             return sampled
         with self.stats.waiting():

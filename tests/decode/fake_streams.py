@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,13 +83,28 @@ class FakeStream:
 
 
 class FakeEvent:
-    def __init__(self, streams: FakeStreams) -> None:
+    def __init__(self, streams: FakeStreams, enable_timing: bool = False) -> None:
         self.streams = streams
+        self.enable_timing = enable_timing
         self.ticket: tuple[FakeStream, int] | None = None
+        self.at: float | None = None
 
     def record(self, stream: FakeStream | None = None) -> None:
         stream = stream or self.streams.current_stream()
+        if self.enable_timing:
+            self.at = None
+            stream.submit(self._stamp)
         self.ticket = (stream, stream.submitted)
+
+    def _stamp(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self.enable_timing
+        assert end.enable_timing
+        assert self.at is not None, "an event was asked for its time before it completed"
+        assert end.at is not None, "an event was asked for its time before it completed"
+        return (end.at - self.at) * 1e3
 
     def query(self) -> bool:
         return self.ticket is None or self.ticket[0].completed >= self.ticket[1]
@@ -114,8 +130,8 @@ class FakeStreams:
         self.lanes.append(stream)
         return stream
 
-    def Event(self, blocking: bool = False) -> FakeEvent:
-        return FakeEvent(self)
+    def Event(self, enable_timing: bool = False, blocking: bool = False) -> FakeEvent:
+        return FakeEvent(self, enable_timing)
 
     def current_stream(self, device: Any = None) -> FakeStream:
         current: FakeStream = getattr(self._local, "current", self._default)
