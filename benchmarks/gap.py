@@ -24,7 +24,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 import neuron_streams
-from benchmarks.report import Row, percentile, spin
+from benchmarks.report import Row, percentile
+from models.busy import spin
 from neuron_streams._runtime.port import Marker, Payload
 from neuron_streams._runtime.program import load_on_cpu
 from neuron_streams.testing import EmulatedRuntime, Gate, use_runtime

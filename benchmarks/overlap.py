@@ -21,12 +21,12 @@ import torch
 from tqdm import tqdm
 
 import neuron_streams
-from benchmarks.report import Row, percentile, spin, timed
+from benchmarks.report import Row, percentile, timed
+from models.busy import BusyModel, BusyStep, spin
 from neuron_streams._runtime import process
 from neuron_streams._runtime.emulated import EmulatedRuntime
 from neuron_streams._runtime.port import Unit
 from neuron_streams.decode import DecodeLoop, SamplingParams
-from neuron_streams.decode.model import SamplingTensors
 from neuron_streams.testing import use_runtime
 
 if TYPE_CHECKING:
@@ -34,72 +34,6 @@ if TYPE_CHECKING:
 
 DEVICE_MS, HOST_MS = 5.0, 2.0
 ROUNDS, STEPS, WARM = 31, 24, 8  # short turns: the speed of the processor drifts in seconds
-SIZE = 256
-
-
-class ToyModel:
-    """A model whose step keeps the device busy for about `DEVICE_MS` and the host for `HOST_MS`."""
-
-    max_length, num_slots, vocab_size, prefill_batch = 4096, 5, 50_000, 4
-    batch_buckets, prompt_buckets = (4,), (8,)
-    eos_token_ids: frozenset[int] = frozenset()
-    on_device_sampling = True
-
-    def __init__(self, device_ms: float, host_ms: float) -> None:
-        neuron_streams.init()
-        self.device = torch.device("neuron", 0)
-        self.host_ms = host_ms
-        self.weight = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0)) / 16
-        layers = max(1, round(device_ms / self._layer_ms()))
-        ids = torch.zeros(4, dtype=torch.int32)
-        self.weight_there = self.weight.to("neuron")
-        self.busy = neuron_streams.compile(
-            _burn(layers), (ids, ids, ids, self.weight), name="toy step"
-        )
-
-    def _layer_ms(self) -> float:
-        """The least time that one layer took on the device, of nine runs of twenty layers."""
-        ids = torch.zeros(4, dtype=torch.int32)
-        trial = neuron_streams.compile(_burn(20), (ids, ids, ids, self.weight), name="toy trial")
-        there = self.weight.to("neuron")
-        for _ in range(9):
-            trial(ids, ids, ids, there).cpu()
-        return min(end - start for *_, start, end, _ in compute_intervals()[-9:]) / 20 * 1e3
-
-    def step(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.busy(ids, positions, slots, self.weight_there)
-        return output
-
-    def prefill(
-        self,
-        input_ids: torch.Tensor,
-        lengths: torch.Tensor,
-        slots: torch.Tensor,
-        sampling: SamplingTensors,
-    ) -> torch.Tensor:
-        return self.step(input_ids[:, 0].contiguous(), lengths, slots)
-
-    def decode(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
-        spin(self.host_ms / 1e3)
-        return self.step(input_ids, positions, slots)
-
-    def remap(self, future: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("the toy batch never changes its order")
-
-
-def _burn(layers: int) -> Callable[..., torch.Tensor]:
-    def step(
-        ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
-        x = ids.to(torch.float32).sum() * 1e-9 + weight
-        for _ in range(layers):
-            x = x @ weight
-        nothing = (x[0, 0] > 3e38).to(torch.int32)  # never, which no compiler can know
-        return (ids * 7 + positions + slots + nothing) % 1000
-
-    return step
 
 
 def compute_intervals() -> list[tuple[int, Unit, float, float, str]]:
@@ -215,15 +149,16 @@ def rows_of(label: str, runs: dict[str, list[Run]]) -> Iterator[Row]:
 
 def gil_share() -> Iterator[Row]:
     """How much of its solo speed a Python thread keeps while an executable runs beside it."""
-    weight = torch.randn(SIZE, SIZE)
+    ids = torch.zeros(4, dtype=torch.int32)
+    inputs = (ids, ids, ids, torch.randn(256, 256), ids)
     busy = neuron_streams.compile(
-        _burn(200), (*[torch.zeros(4, dtype=torch.int32)] * 3, weight), name="toy 200"
+        BusyStep(200), inputs, mutates=("last_sampled",), name="busy step of 200 layers"
     )
-    ids, there = torch.zeros(4, dtype=torch.int32), weight.to("neuron")
+    there = [tensor.to("neuron") for tensor in inputs[3:]]
 
     def beside() -> tuple[int, float]:
         start = time.perf_counter()
-        done = busy(ids, ids, ids, there)
+        done = busy(ids, ids, ids, *there)
         writer = done._view.buffer.writer
         runtime, count = process.runtime(), 0
         while runtime.completed(writer.lane) < writer.value:
@@ -316,7 +251,8 @@ def run() -> list[Row]:
     rows = list(gil_share())
     for label, worker in (("toy", "auto"), ("toy, Python worker", "python")):
         with use_runtime(EmulatedRuntime(1, worker)):
-            rows += compare(label, ToyModel(DEVICE_MS, HOST_MS), [[1, 2, 3]] * 4, STEPS, ROUNDS)
+            model = BusyModel(DEVICE_MS, HOST_MS)
+            rows += compare(label, model, [[1, 2, 3]] * 4, STEPS, ROUNDS)
     if os.environ.get("NEURON_STREAMS_BENCHMARK_MODEL", "1") != "0":
         rows += language_model()
     return rows

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-__all__ = ["Row", "percentile", "render", "spin", "timed"]
+__all__ = ["Row", "percentile", "render", "timed"]
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,3 @@ def timed(action: Callable[[], object], repeat: int = 5) -> float:
         action()
         times.append(time.perf_counter() - start)
     return statistics.median(times)
-
-
-def spin(seconds: float) -> int:
-    """Host work: a Python loop that holds the GIL for about `seconds`; returns its iterations."""
-    count, end = 0, time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        count += 1
-    return count

@@ -157,8 +157,23 @@ class StepTrace:
 
     def save(self, path: str | Path) -> None:
         """Write the trace as JSON that chrome://tracing and ui.perfetto.dev show."""
-        content = {"displayTimeUnit": "ms", "traceEvents": self._chrome_events()}
+        content = {"displayTimeUnit": "ms", "traceEvents": self.chrome_events()}
         Path(path).write_text(json.dumps(content), encoding="utf-8")
+
+    def chrome_events(self, process: str = "decode loop", pid: int = 1) -> list[dict[str, Any]]:
+        """What `save` writes, from 0 us on, to be put into one file with other traces.
+
+        Args:
+            process: The heading of its rows.
+            pid: Another number for each trace of a file; they are shown in this order.
+        """
+        steps = {span: record for record in self.records for span in record.spans}
+        spans = self.spans
+        origin = min((span.start for span in spans), default=0.0)
+        events = _headings(process, pid) + [
+            _event_of(span, origin, steps.get(span)) for span in spans
+        ]
+        return [{"pid": pid, **event} for event in events]
 
     # What the loop and the runner call.
 
@@ -243,14 +258,18 @@ class StepTrace:
         record.device = Span(DEVICE, record.kind, start, end)
         record._events = None
 
-    def _chrome_events(self) -> list[dict[str, Any]]:
-        origin = min((span.start for span in self.spans), default=0.0)
-        steps = {span: record for record in self.records for span in record.spans}
-        names = [
-            {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": row}}
-            for tid, row in enumerate(ROWS)
+
+def _headings(process: str, pid: int) -> list[dict[str, Any]]:
+    headings: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "args": {"name": process}},
+        {"ph": "M", "name": "process_sort_index", "args": {"sort_index": pid}},
+    ]
+    for tid, row in enumerate(ROWS):
+        headings += [
+            {"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": row}},
+            {"ph": "M", "name": "thread_sort_index", "tid": tid, "args": {"sort_index": tid}},
         ]
-        return names + [_event_of(span, origin, steps.get(span)) for span in self.spans]
+    return headings
 
 
 def _event_of(span: Span, origin: float, record: StepRecord | None) -> dict[str, Any]:
@@ -258,7 +277,6 @@ def _event_of(span: Span, origin: float, record: StepRecord | None) -> dict[str,
     event: dict[str, Any] = {
         "ph": "X",
         "name": span.name,
-        "pid": 1,
         "tid": ROWS.index(span.row),
         "ts": (span.start - origin) * 1e6,
         "dur": (span.end - span.start) * 1e6,

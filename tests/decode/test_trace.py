@@ -237,7 +237,8 @@ def test_the_saved_trace_is_what_chrome_reads(tmp_path: Path) -> None:
         pass
     trace.save(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {event["pid"] for event in events} == {1}
     assert list(names.values()) == list(ROWS)
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == 8 * 6 + 1
