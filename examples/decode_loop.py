@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from models import cuda_graph
+
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -74,8 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", default="neuron_streams", help="or torch.cuda")
     streams = importlib.import_module(parser.parse_args(argv).streams)
-    device: str = "cuda"
-    compiler: Any = lambda fn, examples, **_: fn  # noqa: E731
+    device, compiler = "cuda", cuda_graph.compile
     if streams.__name__ == "neuron_streams":
         device, compiler = "neuron", streams.compile
     rows = torch.zeros(4, dtype=torch.int64)

@@ -7,6 +7,7 @@ out where a row wants some.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -55,11 +56,10 @@ def sample(
     """The next token of each row of history, int32 [n], and its `LogprobsTensors`."""
     seen = torch.arange(rows.shape[1], device=rows.device)[None] < lengths[:, None]
     broken = (seen & ((rows < 0) | (rows >= VOCAB))).any(1)
-    weights = torch.tensor(WEIGHTS[: rows.shape[1]], device=rows.device)
-    bare = (torch.where(seen, rows + 1, 0) * weights).sum(1)
-    repetition, presence, frequency = (
-        torch.tensor(each, device=rows.device) for each in (REPETITION, PRESENCE, FREQUENCY)
+    weights, repetition, presence, frequency = (
+        constant(tuple(each), rows.device) for each in (WEIGHTS, REPETITION, PRESENCE, FREQUENCY)
     )
+    bare = (torch.where(seen, rows + 1, 0) * weights[: rows.shape[1]]).sum(1)
     taken = penalties[:, :1] * repetition * ((prompt_seen + counts) > 0)
     taken = taken + penalties[:, 1:2] * presence * (counts > 0)
     taken = taken + penalties[:, 2:] * frequency * counts
@@ -83,6 +83,16 @@ def logprobs_of(value: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         torch.cat([chosen, logprobs[:, :MAX_LOGPROBS]], 1).float(),
         (rank + 1).int(),
     )
+
+
+def constant(values: tuple[int, ...], device: torch.device) -> Tensor:
+    return _on_a_gpu(values) if device.type == "cuda" else torch.tensor(values)
+
+
+@functools.cache
+def _on_a_gpu(values: tuple[int, ...]) -> Tensor:
+    """Made once, since a CUDA graph may not copy from the host."""
+    return torch.tensor(values, device="cuda")
 
 
 def prefill(
