@@ -4,9 +4,10 @@ First a toy with a set device time: the gain over the synchronous loop at each d
 length of response, since the gain should fall as device time grows and the async share rise with
 the length. Then SmolLM2-135M, once with requests that all start and end together, once with
 requests that come and go, where `materialize` has to fall back. Every figure is the median of its
-rounds; device idle is the time between two executions by the runtime's own timestamps.
+rounds, in each of which all take their turn; device idle is the time between two executions by the
+runtime's own timestamps.
 
-`NEURON_STREAMS_BENCHMARK_BATCHES=1,8,32` chooses the batch sizes; without it they are 1 and 8.
+`NEURON_STREAMS_BENCHMARK_BATCHES=1,8` chooses other batch sizes than 1, 8 and 32.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,131 +25,36 @@ import torch
 from tqdm import tqdm
 
 import neuron_streams
-from benchmarks.overlap import (
-    ToyModel,
-    _burn,
-    alone,
-    compute_intervals,
-    smollm2_model,
-    transformers_generate,
-)
-from benchmarks.report import Row, percentile, spin, timed
-from neuron_streams.decode import DecodeLoop, SamplingParams
-from neuron_streams.decode.model import SamplingTensors
+from benchmarks.loads import MODES, Load, Measured, continuous_batching, drive
+from benchmarks.overlap import alone, compute_intervals, smollm2_model, transformers_generate
+from benchmarks.report import Row, percentile, timed
+from models.busy import BusyModel
 
-MODES: dict[str, dict[str, Any]] = {
-    "sync": {"async_scheduling": False},
-    "materialize": {"policy": "materialize"},
-    "gather": {"policy": "gather"},
-}
-DEVICE_MS, LENGTHS, HOST_MS = (1.0, 5.0, 20.0), (8, 64, 512), 2.0
-TOKENS, ROUNDS = 64, 3
+DEVICE_MS, HOST_MS = (1.0, 5.0, 20.0), 2.0
 PROMPT = "Tell me a long story about the sea."
 
 
-class GatherToy(ToyModel):
-    """The toy with a table of the tokens sampled last; prefill fills up its rows with scratch."""
-
-    def __init__(self, device_ms: float, host_ms: float) -> None:
-        super().__init__(device_ms, host_ms)
-        layers = max(1, round(device_ms / self._layer_ms()))
-        ids, table = torch.zeros(4, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
-        self.last_sampled = table.to("neuron")
-        self.gathered = neuron_streams.compile(
-            _gathered(_burn(layers)),
-            (ids, ids, ids, self.weight, table),
-            mutates=("last_sampled",),
-            name="toy step with gather",
-        )
-
-    def prefill(
-        self,
-        input_ids: torch.Tensor,
-        lengths: torch.Tensor,
-        slots: torch.Tensor,
-        sampling: SamplingTensors,
-    ) -> torch.Tensor:
-        rows = (input_ids[:, 0].contiguous(), lengths, slots)
-        missing = 4 - lengths.shape[0]
-        filled = [torch.nn.functional.pad(row, (0, missing)) for row in rows]
-        output: torch.Tensor = self.gathered(*filled, self.weight_there, self.last_sampled)
-        return output
-
-    def decode_gather(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
-        spin(self.host_ms / 1e3)
-        inputs = (input_ids, positions, slots, self.weight_there, self.last_sampled)
-        output: torch.Tensor = self.gathered(*inputs)
-        return output
-
-
-def _gathered(step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def run(
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        weight: torch.Tensor,
-        last_sampled: torch.Tensor,
-    ) -> torch.Tensor:
-        where = slots.long()
-        tokens = step(torch.where(ids < 0, last_sampled[where], ids), positions, slots, weight)
-        last_sampled.index_put_((where,), tokens)
-        return tokens
-
-    return run
-
-
 @dataclass(frozen=True)
-class Load:
-    """Prompts and how many tokens each gets, all queued at the start."""
+class Plan:
+    """How much to measure: `steps` is about how many one run of the sweep takes."""
 
-    name: str
-    prompts: Sequence[Sequence[int]]
-    lengths: Sequence[int]
+    lengths: tuple[int, ...] = (8, 64, 512)
+    steps: int = 128
+    batches: tuple[int, ...] = (1, 8, 32)
+    tokens: int = 64
+    rounds: int = 3
+
+
+QUICK = Plan(lengths=(8, 64), steps=32, batches=(1, 8), tokens=12, rounds=1)
 
 
 @dataclass
-class Measured:
-    """One run, in seconds but for `idle_us`; `step` is from one step's start to the next's."""
+class Found:
+    """What a picture is drawn from: the sweep by (ms, tokens), tokens/s by load and who."""
 
-    seconds: float
-    tokens: int
-    async_share: float
-    step: float
-    idle_us: list[float] = field(repr=False)
-    first_token: float
-    between_tokens: list[float] = field(repr=False)
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
-
-
-def drive(model: Any, load: Load, **options: Any) -> Measured:
-    """Run a load once."""
-    times: dict[str, list[float]] = {}
-    with DecodeLoop(model, **options) as loop:
-        start = time.perf_counter()
-        for n, (prompt, length) in enumerate(zip(load.prompts, load.lengths, strict=True)):
-            loop.add_request(str(n), prompt, SamplingParams(max_tokens=length, ignore_eos=True))
-        while loop.has_unfinished_requests():
-            for output in loop.step():
-                times.setdefault(output.request_id, []).append(time.perf_counter())
-        seconds = time.perf_counter() - start
-        stats = loop.stats
-        share = stats.async_share if options.get("policy") == "gather" else stats.decode_async_share
-    neuron_streams.synchronize()
-    ran = [x for x in compute_intervals() if x[2] >= start]
-    return Measured(
-        seconds,
-        sum(map(len, times.values())),
-        share,
-        statistics.median(b[2] - a[2] for a, b in itertools.pairwise(ran)),
-        [(b[2] - a[3]) * 1e6 for a, b in itertools.pairwise(ran)],
-        statistics.median(each[0] - start for each in times.values()),
-        [b - a for each in times.values() for a, b in itertools.pairwise(each)],
-    )
+    gain: dict[tuple[float, int], float] = field(default_factory=dict)
+    share: dict[tuple[float, int], float] = field(default_factory=dict)
+    rates: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def in_turns(model: Any, load: Load, rounds: int, label: str) -> dict[str, list[Measured]]:
@@ -166,25 +72,27 @@ def median_of(runs: Sequence[Measured], what: Callable[[Measured], float]) -> fl
 # The seed's two claims, on the toy
 
 
-def sweep() -> Iterator[Row]:
-    gains: dict[tuple[float, int], float] = {}
-    shares: dict[tuple[float, int], float] = {}
+def sweep(plan: Plan, found: Found) -> Iterator[Row]:
     for device_ms in DEVICE_MS:
-        model = GatherToy(device_ms, HOST_MS)
-        for length in LENGTHS:
+        model = BusyModel(device_ms, HOST_MS)
+        for length in plan.lengths:
             where = f"toy {device_ms:g} ms, {length} tokens"
-            runs = in_turns(
-                model, toy_load(length), 1 if device_ms * length > 5000 else ROUNDS, where
-            )
-            rates = {mode: median_of(found, lambda run: run.rate) for mode, found in runs.items()}
+            rounds = 1 if device_ms * length > 5000 else plan.rounds
+            runs = in_turns(model, toy_load(length, plan.steps), rounds, where)
+            rates = {mode: median_of(each, lambda run: run.rate) for mode, each in runs.items()}
             for mode in ("materialize", "gather"):
                 gain = rates[mode] / rates["sync"] - 1
                 share = median_of(runs[mode], lambda run: run.async_share)
                 yield Row(f"{where}: {mode}, gain over sync", gain * 100, "%")
                 yield Row(f"{where}: {mode}, async share", share, "")
                 if mode == "materialize":
-                    gains[device_ms, length], shares[device_ms, length] = gain, share
-    longest = [gains[device_ms, LENGTHS[-1]] for device_ms in DEVICE_MS if device_ms >= HOST_MS]
+                    found.gain[device_ms, length], found.share[device_ms, length] = gain, share
+    yield from claims(plan, found)
+
+
+def claims(plan: Plan, found: Found) -> Iterator[Row]:
+    """Of `materialize`. Below HOST_MS the host is what takes long, so the gain cannot rise."""
+    longest = [found.gain[ms, plan.lengths[-1]] for ms in DEVICE_MS if ms >= HOST_MS]
     yield Row(
         "toy: the gain falls as device time grows",
         longest[-1] / longest[0],
@@ -192,27 +100,27 @@ def sweep() -> Iterator[Row]:
         "< 1",
         longest[-1] < longest[0],
     )
-    rising = [shares[DEVICE_MS[1], length] for length in LENGTHS]
+    rising = [found.share[DEVICE_MS[1], length] for length in plan.lengths]
     yield Row(
         "toy: the async share rises with the length",
         rising[-1] - rising[0],
         "more",
         "> 0",
-        rising == sorted(rising),
+        rising == sorted(rising) and rising[-1] > rising[0],
     )
 
 
-def toy_load(length: int) -> Load:
+def toy_load(length: int, steps: int) -> Load:
     """About as many steps whatever the length; lengths differ, so that requests come and go."""
-    count = max(6, 512 // length)
+    count = max(6, 4 * steps // length)
     lengths = [max(1, round(length * (0.75 + 0.5 * (n * 7 % count) / count))) for n in range(count)]
-    return Load("toy", [[1, 2, 3]] * count, lengths)
+    return Load("toy", 4, [[1, 2, 3]] * count, lengths)
 
 
 # SmolLM2
 
 
-def language_model(batch: int) -> Iterator[Row]:
+def language_model(batch: int, plan: Plan, found: Found) -> Iterator[Row]:
     from models.smollm2 import smollm2
     from models.tokenizer import Tokenizer
 
@@ -221,20 +129,49 @@ def language_model(batch: int) -> Iterator[Row]:
     model = smollm2_model(folder, batch)
     model.warm_up(gather=True)
     rows = torch.zeros(batch, dtype=torch.int32)
-    device = statistics.median(_device_step(model, rows) for _ in range(ROUNDS))
-    lengths = [8 + (n * 37) % TOKENS for n in range(3 * batch)]
-    loads = [
-        Load("steady", [prompt] * batch, [TOKENS] * batch),
-        Load("coming and going", [prompt] * (3 * batch), lengths),
+    device = statistics.median(_device_step(model, rows) for _ in range(plan.rounds))
+    with ExitStack() as stack:
+        peers = Peers(folder, prompt, batch, plan.tokens, stack)
+        for load in language_loads(prompt, batch, plan):
+            label = f"SmolLM2 batch {batch}, {load.name}"
+            runs: dict[str, list[Measured]] = {}
+            rates: dict[str, list[float]] = {}
+            for _ in tqdm(range(plan.rounds), desc=label, leave=False):
+                for mode, options in MODES.items():
+                    runs.setdefault(mode, []).append(drive(model, load, **options))
+                peers.take_turns(load, runs, rates)
+            yield from rows_of(label, runs, device, rates, found)
+
+
+def language_loads(prompt: Sequence[int], batch: int, plan: Plan) -> list[Load]:
+    count = 3 * batch
+    lengths = [8 + n * 37 % plan.tokens for n in range(count)]
+    return [
+        Load("steady", batch, [prompt] * batch, [plan.tokens] * batch),
+        Load("coming and going", batch, [prompt] * count, lengths),
     ]
-    generate = transformers_generate(folder, prompt, batch, TOKENS)
-    for each in loads:
-        label = f"SmolLM2 batch {batch}, {each.name}"
-        runs = in_turns(model, each, ROUNDS, label)
-        beside = {"continuous batching": sum(each.lengths) / continuous_batching(folder, each)}
-        if each.name == "steady":
-            beside["generate"] = batch * TOKENS / timed(generate, ROUNDS)
-        yield from rows_of(label, runs, device, beside)
+
+
+class Peers:
+    """transformers on the same weights, prompts and threads, warm."""
+
+    def __init__(
+        self, folder: Path, prompt: Sequence[int], batch: int, tokens: int, stack: ExitStack
+    ) -> None:
+        self.tokens = batch * tokens
+        self.generate = transformers_generate(folder, prompt, batch, tokens)
+        self.continuous = stack.enter_context(continuous_batching(folder, batch))
+        self.continuous(Load("warm", batch, [prompt] * batch, [4] * batch))
+
+    def take_turns(
+        self, load: Load, runs: dict[str, list[Measured]], rates: dict[str, list[float]]
+    ) -> None:
+        """`generate` knows no requests that come and go."""
+        found = self.continuous(load)
+        runs.setdefault("generate_batch", []).append(found)
+        rates.setdefault("generate_batch", []).append(found.rate)
+        if load.name == "steady":
+            rates.setdefault("generate", []).append(self.tokens / timed(self.generate, 1))
 
 
 def _device_step(model: Any, rows: torch.Tensor) -> float:
@@ -244,60 +181,61 @@ def _device_step(model: Any, rows: torch.Tensor) -> float:
     return statistics.median(b[2] - a[2] for a, b in itertools.pairwise(ran))
 
 
-def continuous_batching(folder: Path, load: Load) -> float:
-    """Seconds that transformers' continuous batching takes for a load, warm."""
-    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-    blocks = ContinuousBatchingConfig(page_size=16, num_blocks=1024, max_batch_tokens=512)
-    with model.continuous_batching_context_manager(
-        config, continuous_batching_config=blocks
-    ) as manager:
-
-        def run() -> None:
-            for prompt, length in zip(load.prompts, load.lengths, strict=True):
-                manager.add_request(list(prompt), max_new_tokens=length)
-            left = len(load.prompts)
-            while left:
-                result = manager.get_result(timeout=1)
-                left -= result is not None and result.is_finished()
-
-        run()
-        return timed(run, 1)
-
-
 def rows_of(
-    label: str, runs: dict[str, list[Measured]], device: float, beside: dict[str, float]
+    label: str,
+    runs: dict[str, list[Measured]],
+    device: float,
+    peers: dict[str, list[float]],
+    found: Found,
 ) -> Iterator[Row]:
-    peer = ", ".join(f"transformers {name} {rate:.1f}" for name, rate in beside.items())
-    for mode, found in runs.items():
-        rate = median_of(found, lambda run: run.rate)
-        yield Row(
-            f"{label}, {mode}",
-            rate,
-            "tokens/s",
-            "" if mode == "sync" else ">= peers",
-            None if mode == "sync" else rate >= max(beside.values()),
-            peer,
-        )
-        ratio = median_of(found, lambda run: run.step) / device
-        budget = ("<= 1.02", ratio <= 1.02) if mode != "sync" else ()
-        yield Row(f"{label}, {mode}: step / device alone", ratio, "", *budget)
-        yield Row(f"{label}, {mode}: async share", median_of(found, lambda r: r.async_share), "")
-        idle = [gap for run in found for gap in run.idle_us]
+    beside = {name: statistics.median(rates) for name, rates in peers.items()}
+    rates = {mode: median_of(runs[mode], lambda run: run.rate) for mode in MODES}
+    found.rates[label] = rates | beside
+    for name, rate in beside.items():
+        yield Row(f"{label}, transformers {name}", rate, "tokens/s")
+    best = max(beside.values())
+    for mode, rate in rates.items():
+        yield Row(f"{label}, {mode}", rate, "tokens/s")
+        budget = (">= 1", rate >= best) if mode != "sync" else ()
+        yield Row(f"{label}, {mode}: of the faster peer", rate / best, "", *budget)
+        if mode != "sync":
+            yield Row(f"{label}, {mode}: of sync", rate / rates["sync"], "")
+            share = median_of(runs[mode], lambda run: run.async_share)
+            yield Row(f"{label}, {mode}: async share", share, "")
+        idle = [gap for run in runs[mode] for gap in run.idle_us]
         yield Row(f"{label}, {mode}: device idle, median", percentile(idle, 0.5), "us")
-        first = median_of(found, lambda run: run.first_token)
-        yield Row(f"{label}, {mode}: time to first token", first * 1e3, "ms")
-        gaps = [gap * 1e3 for run in found for gap in run.between_tokens]
-        yield Row(f"{label}, {mode}: between tokens, p50", percentile(gaps, 0.5), "ms")
-        yield Row(f"{label}, {mode}: between tokens, p99", percentile(gaps, 0.99), "ms")
+        ratio = median_of(runs[mode], lambda run: run.step) / device
+        # Prefills lie between the steps of requests that come and go.
+        counts = mode != "sync" and label.endswith("steady")
+        budget = ("<= 1.02", ratio <= 1.02) if counts else ()
+        yield Row(f"{label}, {mode}: step / device alone", ratio, "", *budget)
+    for who in (*MODES, "generate_batch"):
+        yield from latencies(f"{label}, {who}", runs[who])
 
 
-def run() -> list[Row]:
-    """All rows. Takes some minutes, a good part of them the 20 ms toy and transformers."""
-    rows = list(sweep())
+def latencies(label: str, runs: Sequence[Measured]) -> Iterator[Row]:
+    first = median_of(runs, lambda run: run.first_token)
+    yield Row(f"{label}: time to first token", first * 1e3, "ms")
+    gaps = [gap * 1e3 for run in runs for gap in run.between_tokens]
+    yield Row(f"{label}: between tokens, p50", percentile(gaps, 0.5), "ms")
+    yield Row(f"{label}: between tokens, p99", percentile(gaps, 0.99), "ms")
+
+
+def run(*, quick: bool = False, plot: str | None = None) -> list[Row]:
+    """All rows: half an hour on two cores, most of it batch 32; a minute or two when quick.
+
+    Args:
+        quick: One round of short runs, at batch 1 and 8.
+        plot: Where to save a picture of it, if anywhere.
+    """
+    if plot is not None:
+        from benchmarks.pictures import save  # before anything is measured
+    plan, found = QUICK if quick else Plan(), Found()
+    rows = list(sweep(plan, found))
     if os.environ.get("NEURON_STREAMS_BENCHMARK_MODEL", "1") != "0":
-        for batch in os.environ.get("NEURON_STREAMS_BENCHMARK_BATCHES", "1,8").split(","):
-            rows += language_model(int(batch))
+        batches = os.environ.get("NEURON_STREAMS_BENCHMARK_BATCHES")
+        for batch in map(int, batches.split(",")) if batches else plan.batches:
+            rows += language_model(batch, plan, found)
+    if plot is not None:
+        save(found, plot)
     return rows
