@@ -26,7 +26,8 @@ from tqdm import tqdm
 
 import neuron_streams
 from benchmarks.loads import MODES, Load, Measured, continuous_batching, drive
-from benchmarks.overlap import alone, compute_intervals, smollm2_model, transformers_generate
+from benchmarks.overlap import alone as queued
+from benchmarks.overlap import compute_intervals, smollm2_model, transformers_generate
 from benchmarks.report import Row, percentile, timed
 from models.busy import BusyModel
 
@@ -129,18 +130,19 @@ def language_model(batch: int, plan: Plan, found: Found) -> Iterator[Row]:
     model = smollm2_model(folder, batch)
     model.warm_up(gather=True)
     rows = torch.zeros(batch, dtype=torch.int32)
-    device = statistics.median(_device_step(model, rows) for _ in range(plan.rounds))
     with ExitStack() as stack:
         peers = Peers(folder, prompt, batch, plan.tokens, stack)
         for load in language_loads(prompt, batch, plan):
             label = f"SmolLM2 batch {batch}, {load.name}"
             runs: dict[str, list[Measured]] = {}
             rates: dict[str, list[float]] = {}
+            alone: list[float] = []
             for _ in tqdm(range(plan.rounds), desc=label, leave=False):
+                alone.append(device_step(model, rows))
                 for mode, options in MODES.items():
                     runs.setdefault(mode, []).append(drive(model, load, **options))
                 peers.take_turns(load, runs, rates)
-            yield from rows_of(label, runs, device, rates, found)
+            yield from rows_of(label, runs, alone, rates, found)
 
 
 def language_loads(prompt: Sequence[int], batch: int, plan: Plan) -> list[Load]:
@@ -174,8 +176,9 @@ class Peers:
             rates.setdefault("generate", []).append(self.tokens / timed(self.generate, 1))
 
 
-def _device_step(model: Any, rows: torch.Tensor) -> float:
-    alone(lambda ids: model.decode(ids, rows + 16, rows), len(rows), 24)()
+def device_step(model: Any, rows: torch.Tensor) -> float:
+    """Seconds of a decode step where the next one is always queued."""
+    queued(lambda ids: model.decode(ids, rows + 16, rows), len(rows), 24)()
     neuron_streams.synchronize()
     ran = compute_intervals()[-20:]
     return statistics.median(b[2] - a[2] for a, b in itertools.pairwise(ran))
@@ -184,7 +187,7 @@ def _device_step(model: Any, rows: torch.Tensor) -> float:
 def rows_of(
     label: str,
     runs: dict[str, list[Measured]],
-    device: float,
+    alone: list[float],
     peers: dict[str, list[float]],
     found: Found,
 ) -> Iterator[Row]:
@@ -204,7 +207,9 @@ def rows_of(
             yield Row(f"{label}, {mode}: async share", share, "")
         idle = [gap for run in runs[mode] for gap in run.idle_us]
         yield Row(f"{label}, {mode}: device idle, median", percentile(idle, 0.5), "us")
-        ratio = median_of(runs[mode], lambda run: run.step) / device
+        ratio = statistics.median(
+            run.step / device for run, device in zip(runs[mode], alone, strict=True)
+        )
         # Prefills lie between the steps of requests that come and go.
         counts = mode != "sync" and label.endswith("steady")
         budget = ("<= 1.02", ratio <= 1.02) if counts else ()

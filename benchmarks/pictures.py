@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 if TYPE_CHECKING:
     from benchmarks.decode import Found
@@ -53,5 +54,5 @@ def _bars(panel: Any, rates: dict[str, dict[str, float]]) -> None:
     names = [label.removeprefix("SmolLM2 ").replace(", ", "\n") for label in rates]
     panel.set_xticks([at + 0.32 for at in range(len(rates))], names)
     panel.set(title="SmolLM2-135M, tokens/s", ylabel="relative to sync")
-    handles = [panel.bar(0, 0, color=color, label=name) for name, color in COLORS.items()]
-    panel.legend(handles=handles, frameon=False, ncols=len(handles), loc="lower right")
+    handles = [Patch(color=color, label=name) for name, color in COLORS.items()]
+    panel.legend(handles=handles, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
