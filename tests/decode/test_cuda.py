@@ -153,5 +153,6 @@ def test_nothing_of_ours_is_started(make: str) -> None:
         [sys.executable, "-W", "error", "-c", NOTHING_OF_OURS.format(make=make)],
         capture_output=True,
         text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
