@@ -133,7 +133,7 @@ def prefill(
     mix = torch.stack([p * w for p, w in zip(parts, MIX_WEIGHTS, strict=True)]).sum(0) % PRIME
     bias = torch.where(logit_bias == -torch.inf, 0, (logit_bias * SCALE).round()).long()
     mix = mix + (min_p * SCALE).round().long() * MIN_P
-    mix = mix + (bias * torch.tensor(BIAS, device=bias.device)).sum(1)
+    mix = mix + (bias * constant(tuple(BIAS), bias.device)).sum(1)
     penalty = torch.stack([repetition_penalty - 1, presence_penalty, frequency_penalty], 1)
     fresh = (
         mix,
