@@ -1,4 +1,4 @@
-"""Prefill steps that go on behind tokens which the slots hold already."""
+"""From tokens to logits, behind tokens which the slots hold already."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.layers import LayerWeights, Weights, write
-from models.sampling import greedy, sample
-from models.steps import Step, keep
+from models.steps import Layers, Span
 
-__all__ = ["GreedyChunk", "SampledChunk"]
+__all__ = ["Chunk"]
 
 
 class ChunkLayer(nn.Module):
@@ -47,56 +46,30 @@ class ChunkLayer(nn.Module):
         return w.finish(hidden, attended.transpose(1, 2).reshape(hidden.shape[0], -1))
 
 
-class GreedyChunk(Step):
-    """A step on a piece of each prompt that takes the likeliest token after it."""
+class Chunk(Layers):
+    """A piece of each prompt."""
+
+    inputs = ("input_ids", "starts", "lengths", "slots")
 
     def __init__(self, weights: Weights, max_length: int) -> None:
         super().__init__(weights, max_length, ChunkLayer)
 
-    def logits(
+    def forward(
         self, input_ids: Tensor, starts: Tensor, lengths: Tensor, slots: Tensor, kv_cache: Tensor
     ) -> Tensor:
         """float32 [rows, vocab] after the last real token; fills the slots of the cache."""
         rows, tokens = input_ids.shape
-        offsets = torch.arange(tokens, device=input_ids.device)
-        positions = (starts.long()[:, None] + offsets).clamp(max=self.cos.shape[0] - 1)
-        valid = offsets < lengths[:, None]
+        _, positions, valid, _ = self.span(input_ids, starts, lengths, slots)
+        positions = positions.clamp(max=self.cos.shape[0] - 1)
         cos, sin = self.cos[positions.flatten()], self.sin[positions.flatten()]
         inputs = cos, sin, slots.long(), positions, valid
         hidden = self.run_layers(input_ids.flatten(), kv_cache, *inputs)
         ends = torch.arange(rows, device=hidden.device) * tokens + lengths - 1
         return self.weights.logits(hidden[ends])
 
-    def choose(self, logits: Tensor, *parameters: Tensor) -> Tensor:
-        """The token of each row."""
-        return greedy(logits)
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        starts: Tensor,
-        lengths: Tensor,
-        slots: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        seed: Tensor,
-        kv_cache: Tensor,
-        temperatures: Tensor,
-        top_ks: Tensor,
-        top_ps: Tensor,
-        seeds: Tensor,
-        last_sampled: Tensor,
-    ) -> Tensor:
-        logits = self.logits(input_ids, starts, lengths, slots, kv_cache)
-        parameters = temperature, top_k, top_p, seed
-        tokens = self.choose(logits, *parameters, starts + lengths)
-        return keep(tokens, slots, parameters, (temperatures, top_ks, top_ps, seeds), last_sampled)
-
-
-class SampledChunk(GreedyChunk):
-    """A step on a piece of each prompt that samples."""
-
-    def choose(self, logits: Tensor, *parameters: Tensor) -> Tensor:
-        temperature, top_k, top_p, seed, position = parameters
-        return sample(logits, temperature, top_k, top_p, seed, position)
+    def span(self, input_ids: Tensor, starts: Tensor, lengths: Tensor, slots: Tensor) -> Span:
+        """The pieces; padding may reach beyond the end of a slot."""
+        offsets = torch.arange(input_ids.shape[1], device=input_ids.device)
+        positions = starts.long()[:, None] + offsets
+        valid = offsets < lengths[:, None]
+        return Span(input_ids, positions, valid, starts + lengths)

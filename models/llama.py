@@ -2,7 +2,8 @@
 
 Each bucket is one executable, compiled at its first use or by `warm_up`; all of them share one copy
 of the weights. A batch in which no slot asks for sampling runs the greedy executable, which never
-pays for a sampler; the same token comes out of either.
+pays for a sampler, and one in which no slot asks for more the sampled one; the same token comes out
+of each.
 """
 
 from __future__ import annotations
@@ -13,36 +14,26 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from models.chunks import GreedyChunk, SampledChunk
+from models import adjusting
+from models.choosers import CHOOSERS, SAMPLING_TABLES
 from models.config import LlamaConfig
+from models.kinds import Step
 from models.layers import Weights
-from models.sampling import SHORT_LIST
-from models.steps import (
-    GatheredGreedyDecode,
-    GatheredSampledDecode,
-    GreedyDecode,
-    GreedyPrefill,
-    Remap,
-    SampledDecode,
-    SampledPrefill,
-)
-from neuron_streams.decode import SamplingTensors
+from models.state import empty_state
+from models.steps import Remap
+from neuron_streams.decode import SamplerOutput, SamplingTensors
+from neuron_streams.decode.model import Sampled
 
 __all__ = ["Compile", "Llama", "LlamaConfig"]
 
 Executable: TypeAlias = Callable[..., Any]
-_TABLES = ("temperatures", "top_ks", "top_ps", "seeds")
-_TABLE_TYPES = (torch.float32, torch.int32, torch.float32, torch.int64)
-_DECODE_STATE = {
-    "greedy_decode": ("kv_cache",),
-    "sampled_decode": ("kv_cache", *_TABLES),
-    "gathered_greedy_decode": ("kv_cache", "last_sampled"),
-    "gathered_sampled_decode": ("kv_cache", *_TABLES, "last_sampled"),
-}
 
 
 class Compile(Protocol):
-    """The signature of `neuron_streams.compile`, as far as a model uses it."""
+    """The signature of `neuron_streams.compile`, as far as a model uses it.
+
+    The module is called with its inputs by name, the executable with them in the same order.
+    """
 
     def __call__(
         self,
@@ -75,6 +66,7 @@ class Llama:
     """
 
     on_device_sampling = True
+    adjusts_logits = True
     prefill_batch = 1
 
     def __init__(
@@ -99,16 +91,19 @@ class Llama:
         self.device = _neuron_device() if device is None else torch.device(device)
         self._compile = _neuron_compile() if compile is None else compile
         self._executables: dict[tuple[str, int], Executable] = {}
+        self._states: dict[str, tuple[str, ...]] = {}
         self._sampling_slots: set[int] = set()
+        self._adjusted_slots: set[int] = set()
+        self._logprobs_slots: set[int] = set()
         self._state = {name: made.to(self.device) for name, made in self._empty_state().items()}
 
     def prefill(
         self, input_ids: Tensor, lengths: Tensor, slots: Tensor, sampling: SamplingTensors
-    ) -> Tensor:
+    ) -> Sampled:
         """Fill the slots with prompts and return the token that follows each, int32 [n].
 
         Raises:
-            ValueError: No such bucket, or `top_k` beyond what the sampler looks at.
+            ValueError: No such bucket.
         """
         return self._prefill("", (input_ids, lengths, slots), sampling)
 
@@ -119,21 +114,44 @@ class Llama:
         lengths: Tensor,
         slots: Tensor,
         sampling: SamplingTensors,
-    ) -> Tensor:
+    ) -> Sampled:
         """As `prefill`, on slots that hold `starts` tokens already."""
         return self._prefill("chunked_", (input_ids, starts, lengths, slots), sampling)
 
-    def _prefill(self, how: str, inputs: tuple[Tensor, ...], sampling: SamplingTensors) -> Tensor:
-        self._check_top_k(sampling.top_k)
-        sampled, slots = (sampling.temperature > 0).tolist(), inputs[-1]
-        kind = how + ("sampled_prefill" if any(sampled) else "greedy_prefill")
-        executable = self._executable(kind, inputs[0].shape[1])
-        for slot, wanted in zip(slots.tolist(), sampled, strict=True):
-            (self._sampling_slots.add if wanted else self._sampling_slots.discard)(slot)
-        result: Tensor = executable(*inputs, *sampling[:4], *self._state.values())
+    def _prefill(self, how: str, inputs: tuple[Tensor, ...], sampling: SamplingTensors) -> Sampled:
+        slots = inputs[-1]
+        choice = "sampled" if bool((sampling.temperature > 0).any()) else "greedy"
+        choice = choice if sampling.adjustments is None else "adjusted"
+        kind = f"{how}{choice}_prefill"
+        run = self._executable(kind, inputs[0].shape[1])
+        if not how:
+            self._admit(slots, sampling)
+        return self._sampled(slots, run(*inputs, *sampling[:4], *self._state_of(kind)))
+
+    def _admit(self, slots: Tensor, sampling: SamplingTensors) -> None:
+        """Note what new requests want of later steps, and clear their slots of the last tenants."""
+        numbers, adjustments = slots.tolist(), sampling.adjustments
+        _note(self._sampling_slots, numbers, (sampling.temperature > 0).tolist())
+        if adjustments is None and self._adjusted_slots.isdisjoint(numbers):
+            return
+        if "token_counts" not in self._state:
+            tables = adjusting.empty_tables(self.num_slots, self.vocab_size)
+            self._state |= {name: table.to(self.device) for name, table in tables.items()}
+        wanted = adjustments or adjusting.neutral(len(numbers), self.vocab_size)
+        run = self._executable("admit", len(numbers))
+        fields = wanted._asdict()
+        logprobs = fields.pop("num_logprobs") >= 0
+        run(slots, *fields.values(), *self._state_of("admit"))
+        _note(self._adjusted_slots, numbers, [adjustments is not None] * len(numbers))
+        _note(self._logprobs_slots, numbers, logprobs.tolist())
+
+    def _sampled(self, slots: Tensor, result: Sampled) -> Sampled:
+        """What the step gave, without log-probabilities where nobody wants them."""
+        if isinstance(result, SamplerOutput) and self._logprobs_slots.isdisjoint(slots.tolist()):
+            return result.sampled_token_ids
         return result
 
-    def decode(self, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+    def decode(self, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Sampled:
         """Append `input_ids` to the slots at `positions` and return the next tokens, int32 [B].
 
         Raises:
@@ -141,17 +159,17 @@ class Llama:
         """
         return self._decode("", input_ids, positions, slots)
 
-    def decode_gather(self, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+    def decode_gather(self, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Sampled:
         """As `decode`; a negative id stands for the token last sampled for the row's slot."""
         return self._decode("gathered_", input_ids, positions, slots)
 
-    def _decode(self, how: str, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        sampled = not self._sampling_slots.isdisjoint(slots.tolist())
-        kind = how + ("sampled_decode" if sampled else "greedy_decode")
-        executable = self._executable(kind, input_ids.shape[0])
-        state = [self._state[name] for name in _DECODE_STATE[kind]]
-        result: Tensor = executable(input_ids, positions, slots, *state)
-        return result
+    def _decode(self, how: str, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Sampled:
+        numbers = slots.tolist()
+        choice = "greedy" if self._sampling_slots.isdisjoint(numbers) else "sampled"
+        choice = choice if self._adjusted_slots.isdisjoint(numbers) else "adjusted"
+        kind = f"{how}{choice}_decode"
+        run = self._executable(kind, input_ids.shape[0])
+        return self._sampled(slots, run(input_ids, positions, slots, *self._state_of(kind)))
 
     def remap(self, future: Tensor, index: Tensor) -> Tensor:
         """Row i of the result is row `index[i]` of the future."""
@@ -164,6 +182,7 @@ class Llama:
         batch_buckets: Iterable[int] | None = None,
         prompt_buckets: Iterable[int] | None = None,
         sampled: bool = False,
+        adjusted: bool = False,
         gather: bool = False,
         progress: bool = False,
     ) -> None:
@@ -171,13 +190,16 @@ class Llama:
 
         Args:
             sampled: Also what a request with a temperature needs.
+            adjusted: Also what a request needs that asks for any of `Adjustments`.
             gather: The decode steps of `policy="gather"` instead of the others.
             progress: Show a bar on stderr.
         """
         rows = self.batch_buckets if batch_buckets is None else tuple(batch_buckets)
         lengths = self.prompt_buckets if prompt_buckets is None else tuple(prompt_buckets)
-        kinds = ("greedy", "sampled") if sampled else ("greedy",)
-        wanted = [(f"{kind}_prefill", size) for kind in kinds for size in lengths]
+        asked = {"greedy": True, "sampled": sampled, "adjusted": adjusted}
+        kinds = [kind for kind in CHOOSERS if asked[kind]]
+        wanted = [("admit", self.prefill_batch)] if adjusted else []
+        wanted += [(f"{kind}_prefill", size) for kind in kinds for size in lengths]
         how = "gathered_" if gather else ""
         wanted += [(f"{how}{kind}_decode", size) for kind in kinds for size in rows]
         for kind, size in _with_bar(wanted, progress):
@@ -190,70 +212,51 @@ class Llama:
         return found
 
     def _build(self, kind: str, size: int) -> Executable:
+        name = f"{kind}_{size}"
         if kind == "remap":
-            inputs = {"future": _ints(size), "index": _ints(size)}
-            return self._compile(Remap(), inputs, name=f"remap_{size}")
+            return self._compile(Remap(), {"future": _ints(size), "index": _ints(size)}, name=name)
+        if kind == "admit":
+            return self._build_admit(size, name)
         buckets = self.prompt_buckets if kind.endswith("prefill") else self.batch_buckets
         if size not in buckets:
             raise ValueError(f"{kind} of {size}: no such bucket; pad to one of {buckets}")
-        module = _MODULES[kind](self.weights, self.max_length)
-        inputs, mutates = self._inputs(kind, size)
-        return self._compile(module, inputs, mutates=mutates, name=f"{kind}_{size}")
+        step = Step(kind, self.weights, self.max_length)
+        self._states[kind] = step.state
+        state = self._empty_state() | adjusting.empty_tables(self.num_slots, self.vocab_size)
+        inputs = self._inputs(step, size) | {name: state[name] for name in step.state}
+        return self._compile(step, inputs, mutates=step.mutates, name=name)
 
-    def _inputs(self, kind: str, size: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-        state = self._empty_state()
-        if kind.endswith("decode"):
-            inputs = {name: _ints(size) for name in ("input_ids", "positions", "slots")}
-            used = {name: state[name] for name in _DECODE_STATE[kind]}
-            return inputs | used, tuple(name for name in used if name not in _TABLES)
-        rows = self.prefill_batch
-        names = ("temperature", "top_k", "top_p", "seed")
-        sampling = {
-            name: torch.ones(rows, dtype=dtype)
-            for name, dtype in zip(names, _TABLE_TYPES, strict=True)
-        }
-        inputs = {
-            "input_ids": torch.zeros(rows, size, dtype=torch.int32),
-            **({"starts": _ints(rows)} if kind.startswith("chunked") else {}),
-            "lengths": torch.ones(rows, dtype=torch.int32),
-            "slots": _ints(rows),
-        }
-        return inputs | sampling | state, tuple(state)
+    def _build_admit(self, rows: int, name: str) -> Executable:
+        fields = adjusting.neutral(rows, self.vocab_size)._asdict()
+        tables = adjusting.empty_tables(self.num_slots, self.vocab_size)
+        self._states["admit"] = tuple(tables)
+        del fields["num_logprobs"]
+        inputs = {"slots": _ints(rows)} | fields | tables
+        return self._compile(adjusting.Admit(), inputs, mutates=tuple(tables), name=name)
+
+    def _state_of(self, kind: str) -> list[Tensor]:
+        return [self._state[name] for name in self._states[kind]]
+
+    def _inputs(self, step: Step, size: int) -> dict[str, Tensor]:
+        """Examples of what the host gives: [rows], but for the ids of a prefill, [rows, size]."""
+        rows = self.prefill_batch if step.keeps else size
+        types = dict(SAMPLING_TABLES.values())
+        names = step.inputs
+        inputs = {name: torch.zeros(rows, dtype=types.get(name, torch.int32)) for name in names}
+        return inputs | ({"input_ids": _ints(rows, size)} if step.keeps else {})
 
     def _empty_state(self) -> dict[str, Tensor]:
-        config = self.config
-        size = (
-            *(config.num_hidden_layers, 2, self.num_slots),
-            *(config.num_key_value_heads, self.max_length, config.head_dim),
-        )
-        # Zeros, since attention multiplies what it masks by 0, and 0 times garbage may be NaN.
-        state = {"kv_cache": torch.zeros(size, dtype=self.weights.embedding.dtype)}
-        for name, dtype in zip(_TABLES, _TABLE_TYPES, strict=True):
-            state[name] = torch.zeros(self.num_slots, dtype=dtype)
-        return state | {"last_sampled": _ints(self.num_slots)}
-
-    def _check_top_k(self, top_k: Tensor) -> None:
-        largest = int(top_k.max())
-        if SHORT_LIST < largest < self.vocab_size:
-            raise ValueError(
-                f"top_k={largest}: the sampler on the device looks at the {SHORT_LIST} likeliest "
-                "tokens; use a smaller top_k, or 0 to draw from the whole vocabulary"
-            )
+        dtype = self.weights.embedding.dtype
+        return empty_state(self.config, dtype, self.num_slots, self.max_length)
 
 
-_MODULES: dict[str, Callable[[Weights, int], nn.Module]] = {
-    "greedy_prefill": GreedyPrefill,
-    "sampled_prefill": SampledPrefill,
-    "chunked_greedy_prefill": GreedyChunk,
-    "chunked_sampled_prefill": SampledChunk,
-    "greedy_decode": GreedyDecode,
-    "sampled_decode": SampledDecode,
-    "gathered_greedy_decode": GatheredGreedyDecode,
-    "gathered_sampled_decode": GatheredSampledDecode,
-}
+def _note(slots: set[int], numbers: Sequence[int], wanted: Sequence[bool]) -> None:
+    """Have the wanted ones of the numbered slots in the set, and the others not."""
+    for number, is_wanted in zip(numbers, wanted, strict=True):
+        (slots.add if is_wanted else slots.discard)(number)
 
 
-def _ints(size: int) -> Tensor:
+def _ints(*size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int32)
 
 

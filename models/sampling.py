@@ -1,27 +1,26 @@
-"""Sampling on the device: greedy, temperature, top-k, top-p, with a counter-based generator.
+"""Sampling on the device: greedy, temperature, top-k, top-p, min-p, with a counter-based generator.
 
-Every function is plain tensor arithmetic with static shapes, so it traces into the executable that
+Everything is plain tensor arithmetic with static shapes, so it traces into the executable that
 computed the logits. There is no generator state: the uniform of a draw is Philox2x32-10 of the
 request's seed and the position of the token. So a token depends on the seed, the position and the
 logits, never on the batch that it was drawn in.
 
-Top-k and top-p look at a short list of the `SHORT_LIST` largest logits, as the samplers of
-Neuron's own libraries do: a sort of the whole vocabulary costs seven times as much, and an exact
-search for the cut-off takes longer to compile than the model. Where both are off, the whole
-vocabulary is drawn from.
+Top-k and top-p are found by a search for the gap between the largest logit and the last one that
+is kept. A sort would take ten times as long. The steps of the search are equal modules in a list,
+which the compiler compiles once: unrolled, they would take longer to compile than the model.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.layers import materialise
 
-__all__ = ["SHORT_LIST", "greedy", "philox", "sample", "uniform"]
+__all__ = ["Sampler", "greedy", "philox", "uniform"]
 
-SHORT_LIST = 1024
-"""How many of the largest logits top-k and top-p look at; a larger top-k cannot be had."""
+_GAP = 104.0  # exp(-104) is 0 in float32
+_STEPS = 13  # of a quarter each: to 2e-6, less than what rounding does to a logit
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIER = 0xD256D193
@@ -34,51 +33,90 @@ def greedy(logits: Tensor) -> Tensor:
     return torch.argmax(logits, dim=-1).to(torch.int32)
 
 
-def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    seed: Tensor,
-    position: Tensor,
-) -> Tensor:
-    """Draw one token a row: [rows, vocab] -> int32 [rows]; greedy where `temperature` is 0.
+class Sampler(nn.Module):
+    """Draws one token a row."""
 
-    Temperature first, then top-k (0: off), then top-p (1.0: off) on what top-k left, as in
-    Hugging Face transformers and vLLM. A nucleus of more than `SHORT_LIST` tokens is cut there.
+    def __init__(self) -> None:
+        super().__init__()
+        self.search = Search()
 
-    Args:
-        logits: float32.
-        temperature, top_k, top_p, seed: one of each a row: float32, int32, float32, int64.
-        position: int32, the position in its sequence of the token to draw.
-    """
-    scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    mass = torch.exp(scaled - scaled.amax(-1, keepdim=True))
-    draw = uniform(seed, position)
-    listed = _from_short_list(scaled, mass.sum(-1), top_k, top_p, draw)
-    unfiltered = (top_k == 0) & (top_p >= 1.0)
-    sampled = torch.where(unfiltered, _draw(mass, draw), listed).to(torch.int32)
-    return torch.where(temperature > 0, sampled, greedy(logits))
+    def forward(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        seed: Tensor,
+        position: Tensor,
+        min_p: Tensor | None = None,
+    ) -> Tensor:
+        """[rows, vocab] -> int32 [rows]; greedy where `temperature` is 0.
+
+        Temperature first, then top-k (0: off), then top-p (1.0: off) on what top-k left, then
+        min-p, as in Hugging Face transformers. Tokens as likely as the last one kept are kept too.
+
+        Args:
+            logits: float32.
+            temperature, top_k, top_p, seed: one of each a row: float32, int32, float32, int64.
+            position: int32, the position in its sequence of the token to draw.
+            min_p: float32, one a row; off when None.
+        """
+        gap = logits.amax(-1, keepdim=True) - logits
+        gap = gap / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        mass = torch.exp(-gap)
+        last = self.search(gap, torch.ones_like(gap), top_k.to(torch.float32))
+        mass = torch.where((gap <= last[:, None]) | (top_k == 0)[:, None], mass, 0.0)
+        last = self.search(gap, mass, top_p * mass.sum(-1))
+        kept = (gap <= last[:, None]) | (top_p >= 1.0)[:, None]
+        if min_p is not None:
+            kept = kept & (mass >= min_p[:, None])
+        sampled = _draw(torch.where(kept, mass, 0.0), uniform(seed, position))
+        return torch.where(temperature > 0, sampled, greedy(logits))
 
 
-def _from_short_list(
-    scaled: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor, draw: Tensor
-) -> Tensor:
-    length = min(SHORT_LIST, scaled.shape[-1])
-    values, tokens = torch.topk(scaled, length, dim=-1)
-    rank = torch.arange(length, device=scaled.device)
-    mass = torch.exp(values - values[:, :1])
-    mass = torch.where((rank < top_k[:, None]) | (top_k[:, None] == 0), mass, 0.0)
-    total = torch.where(top_k == 0, total, mass.sum(-1))
-    likelier = mass.cumsum(-1) - mass
-    inside = (likelier < (top_p * total)[:, None]) | (top_p[:, None] >= 1.0) | (rank == 0)
-    return tokens.gather(-1, _draw(torch.where(inside, mass, 0.0), draw)[:, None])[:, 0]
+class Search(nn.Module):
+    """Finds the gap within which lies enough weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(_Narrow() for _ in range(_STEPS))
+
+    def forward(self, gap: Tensor, weight: Tensor, enough: Tensor) -> Tensor:
+        """The least bound within which the weights of a row come to `enough`: float32 [rows].
+
+        Args:
+            gap: float32 [rows, vocab], at least 0; what lies beyond 104 is left out.
+            weight: float32 [rows, vocab].
+            enough: float32 [rows].
+        """
+        low, high = torch.full_like(enough, -1.0), torch.full_like(enough, _GAP)
+        for step in self.steps:
+            low, high = step(gap, weight, enough, low, high)
+        return high
+
+
+class _Narrow(nn.Module):
+    """One step: the quarter, of what lies between two bounds, where the weight becomes enough."""
+
+    def forward(
+        self, gap: Tensor, weight: Tensor, enough: Tensor, low: Tensor, high: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        quarter = (high - low) * 0.25
+        for bound in (low + quarter * 3, low + quarter * 2, low + quarter):
+            reached = torch.where(gap <= bound[:, None], weight, 0.0).sum(-1) >= enough
+            low = torch.where(reached, low, torch.maximum(low, bound))
+            high = torch.where(reached, bound, high)
+        return low, high
 
 
 def _draw(mass: Tensor, draw: Tensor) -> Tensor:
-    """Invert the distribution function: the first index whose cumulative mass exceeds the draw."""
+    """Invert the distribution function: the first index whose cumulative mass exceeds the draw.
+
+    The last index where a row has no mass at all, since every token was excluded.
+    """
     cumulative = mass.cumsum(-1)
-    return (cumulative <= (draw * cumulative[:, -1])[:, None]).long().sum(-1)
+    index = (cumulative <= (draw * cumulative[:, -1])[:, None]).long().sum(-1)
+    return index.clamp(max=mass.shape[-1] - 1).to(torch.int32)
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:

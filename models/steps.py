@@ -1,32 +1,38 @@
-"""The steps of a Llama, one module for each kind of executable, which torch.export can trace.
+"""From tokens to logits: whole prompts, and one new token a row, in modules that can be traced.
 
 All of them are built around the same `Weights`, so that the executables of a model share one copy.
-The layers of a step are children of one ModuleList and alike in all but their parameters: the
-compiler compiles one of them.
+The layers are children of one ModuleList and alike in all but their parameters: the compiler
+compiles one of them. `chunks.py` has what goes on with a prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from models.layers import LayerWeights, Weights, attend, write
-from models.sampling import greedy, sample
 
-__all__ = [
-    "GatheredGreedyDecode",
-    "GatheredSampledDecode",
-    "GreedyDecode",
-    "GreedyPrefill",
-    "Remap",
-    "SampledDecode",
-    "SampledPrefill",
-    "Step",
-    "keep",
-]
+__all__ = ["Decode", "Layers", "Prefill", "Remap", "Span"]
+
+
+class Span(NamedTuple):
+    """The tokens that a step brings: int [rows, tokens] each, but for `ends`.
+
+    Attributes:
+        input_ids: The tokens.
+        positions: Where they are in their sequences.
+        valid: bool, False for padding.
+        ends: int [rows], the position that follows the last one.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    valid: Tensor
+    ends: Tensor
 
 
 class DecodeLayer(nn.Module):
@@ -75,9 +81,13 @@ class PrefillLayer(nn.Module):
         return w.finish(hidden, attended.transpose(1, 2).reshape(hidden.shape[0], -1))
 
 
-class Step(nn.Module):
-    """What is the same in all steps: the layers, one after another, and the rotations."""
+class Layers(nn.Module):
+    """What is the same for all tokens: the layers, one after another, and the rotations.
 
+    `inputs` names what `forward` takes, in order, before the cache, and what `span` takes.
+    """
+
+    inputs: ClassVar[tuple[str, ...]]
     cos: Tensor
     sin: Tensor
 
@@ -97,13 +107,15 @@ class Step(nn.Module):
         return hidden
 
 
-class GreedyDecode(Step):
-    """A decode step that takes the likeliest token of each row."""
+class Decode(Layers):
+    """One new token a row."""
+
+    inputs = ("input_ids", "positions", "slots")
 
     def __init__(self, weights: Weights, max_length: int) -> None:
         super().__init__(weights, max_length, DecodeLayer)
 
-    def logits(
+    def forward(
         self, input_ids: Tensor, positions: Tensor, slots: Tensor, kv_cache: Tensor
     ) -> Tensor:
         """float32 [rows, vocab]; writes the tokens' keys and values into the cache."""
@@ -111,84 +123,23 @@ class GreedyDecode(Step):
         hidden = self.run_layers(input_ids, kv_cache, self.cos[at], self.sin[at], at, where)
         return self.weights.logits(hidden)
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, slots: Tensor, kv_cache: Tensor
-    ) -> Tensor:
-        return greedy(self.logits(input_ids, positions, slots, kv_cache))
+    def span(self, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Span:
+        """The tokens; a padding row's are as good as any, since its slot is scratch."""
+        valid = torch.ones_like(input_ids, dtype=torch.bool)
+        return Span(input_ids[:, None], positions[:, None], valid[:, None], positions + 1)
 
 
-class SampledDecode(GreedyDecode):
-    """A decode step that samples each row with the parameters of its slot."""
+class Prefill(Layers):
+    """Whole prompts."""
 
-    def forward(  # type: ignore[override]
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        kv_cache: Tensor,
-        temperatures: Tensor,
-        top_ks: Tensor,
-        top_ps: Tensor,
-        seeds: Tensor,
-    ) -> Tensor:
-        logits = self.logits(input_ids, positions, slots, kv_cache)
-        at = slots.long()
-        parameters = temperatures[at], top_ks[at], top_ps[at], seeds[at]
-        return sample(logits, *parameters, positions + 1)
-
-
-class GatheredGreedyDecode(GreedyDecode):
-    """A greedy decode step whose negative ids stand for the token last sampled for the slot."""
-
-    def forward(  # type: ignore[override]
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        kv_cache: Tensor,
-        last_sampled: Tensor,
-    ) -> Tensor:
-        known = _gather(input_ids, slots, last_sampled)
-        return _scatter(super().forward(known, positions, slots, kv_cache), slots, last_sampled)
-
-
-class GatheredSampledDecode(SampledDecode):
-    """A sampled decode step of the same kind."""
-
-    def forward(  # type: ignore[override]
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        kv_cache: Tensor,
-        temperatures: Tensor,
-        top_ks: Tensor,
-        top_ps: Tensor,
-        seeds: Tensor,
-        last_sampled: Tensor,
-    ) -> Tensor:
-        known = _gather(input_ids, slots, last_sampled)
-        tables = temperatures, top_ks, top_ps, seeds
-        tokens = super().forward(known, positions, slots, kv_cache, *tables)
-        return _scatter(tokens, slots, last_sampled)
-
-
-def _gather(input_ids: Tensor, slots: Tensor, last_sampled: Tensor) -> Tensor:
-    return torch.where(input_ids < 0, last_sampled[slots.long()], input_ids)
-
-
-def _scatter(tokens: Tensor, slots: Tensor, last_sampled: Tensor) -> Tensor:
-    last_sampled.index_put_((slots.long(),), tokens)
-    return tokens
-
-
-class GreedyPrefill(Step):
-    """A prefill step that takes the likeliest token; it keeps the parameters of the slots too."""
+    inputs = ("input_ids", "lengths", "slots")
 
     def __init__(self, weights: Weights, max_length: int) -> None:
         super().__init__(weights, max_length, PrefillLayer)
 
-    def logits(self, input_ids: Tensor, lengths: Tensor, slots: Tensor, kv_cache: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, lengths: Tensor, slots: Tensor, kv_cache: Tensor
+    ) -> Tensor:
         """float32 [rows, vocab] after the last real token; fills the slots of the cache."""
         rows, tokens = input_ids.shape
         cos, sin = (table[:tokens].repeat(rows, 1) for table in (self.cos, self.sin))
@@ -196,51 +147,11 @@ class GreedyPrefill(Step):
         ends = torch.arange(rows, device=hidden.device) * tokens + lengths - 1
         return self.weights.logits(hidden[ends])
 
-    def choose(self, logits: Tensor, *parameters: Tensor) -> Tensor:
-        """The token of each row."""
-        return greedy(logits)
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        lengths: Tensor,
-        slots: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        seed: Tensor,
-        kv_cache: Tensor,
-        temperatures: Tensor,
-        top_ks: Tensor,
-        top_ps: Tensor,
-        seeds: Tensor,
-        last_sampled: Tensor,
-    ) -> Tensor:
-        parameters = temperature, top_k, top_p, seed
-        logits = self.logits(input_ids, lengths, slots, kv_cache)
-        tokens = self.choose(logits, *parameters, lengths)
-        return keep(tokens, slots, parameters, (temperatures, top_ks, top_ps, seeds), last_sampled)
-
-
-def keep(
-    tokens: Tensor,
-    slots: Tensor,
-    parameters: Sequence[Tensor],
-    tables: Sequence[Tensor],
-    last_sampled: Tensor,
-) -> Tensor:
-    """Write what the later steps of the slots need into their tables; returns the tokens."""
-    for table, parameter in zip(tables, parameters, strict=True):
-        table.index_put_((slots.long(),), parameter)
-    return _scatter(tokens, slots, last_sampled)
-
-
-class SampledPrefill(GreedyPrefill):
-    """A prefill step that samples."""
-
-    def choose(self, logits: Tensor, *parameters: Tensor) -> Tensor:
-        temperature, top_k, top_p, seed, position = parameters
-        return sample(logits, temperature, top_k, top_p, seed, position)
+    def span(self, input_ids: Tensor, lengths: Tensor, slots: Tensor) -> Span:
+        """The prompts, padding included."""
+        offsets = torch.arange(input_ids.shape[1], device=input_ids.device)
+        positions = offsets.expand(input_ids.shape)
+        return Span(input_ids, positions, positions < lengths[:, None], lengths)
 
 
 class Remap(nn.Module):

@@ -2,15 +2,12 @@ import dataclasses
 
 import pytest
 import torch
-from torch.export import export
 
 from models import toy
 from models.config import RopeScaling
 from models.layers import attend, project, write
-from models.llama import _MODULES, Llama
-from models.steps import GreedyDecode, GreedyPrefill
+from models.steps import Decode, Prefill
 from tests.models.peer import in_transformers
-from tests.models.reference import compile_eager
 
 CONFIGS = {
     "untied": toy.CONFIG,
@@ -33,14 +30,14 @@ def test_logits_are_those_of_transformers(name, written_out, monkeypatch):
     with torch.inference_mode():
         wanted = peer(prompts).logits
         lengths = torch.tensor([9, 7])
-        first = GreedyPrefill(weights, 20).logits(prompts[:, :10], lengths, slots, kv)
+        first = Prefill(weights, 20)(prompts[:, :10], lengths, slots, kv)
         torch.testing.assert_close(first[0], wanted[0, 8], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(first[1], wanted[1, 6], atol=1e-4, rtol=1e-4)
-        decode = GreedyDecode(weights, 20)
+        decode = Decode(weights, 20)
         for step in range(3):
             at = lengths + step
             ids = prompts[torch.arange(2), at]
-            logits = decode.logits(ids, at, slots, kv)
+            logits = decode(ids, at, slots, kv)
             for row in range(2):
                 torch.testing.assert_close(logits[row], wanted[row, at[row]], atol=1e-4, rtol=1e-4)
 
@@ -86,19 +83,3 @@ def test_write_puts_keys_and_values_where_they_belong():
     wanted[:, 3, :, 5] = new[:, 0]
     wanted[:, 1, :, 0] = new[:, 1]
     assert torch.equal(kv, wanted)
-
-
-ONE_LAYER = dataclasses.replace(toy.CONFIG, num_hidden_layers=1)
-
-
-@pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")  # torch.export's own
-@pytest.mark.parametrize(
-    ("kind", "strict"),
-    [("greedy_decode", True), ("sampled_decode", False), ("sampled_prefill", False)],
-)
-def test_every_step_is_traceable(kind, strict):
-    made = Llama(toy.weights(config=ONE_LAYER), max_length=16, device="cpu", compile=compile_eager)
-    inputs, mutates = made._inputs(kind, 16 if kind.endswith("prefill") else 2)
-    module = _MODULES[kind](made.weights, 16)
-    program = export(module, tuple(inputs.values()), strict=strict).run_decompositions({})
-    assert set(program.graph_signature.user_inputs_to_mutate.values()) == set(mutates)

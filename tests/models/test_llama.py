@@ -245,17 +245,6 @@ def test_calls_that_no_bucket_fits_are_refused():
         made.prefill(ints([1] * 5)[None], ints([5]), ints([1]), sampling)
 
 
-def test_a_top_k_that_the_sampler_cannot_see_is_refused():
-    config = toy.CONFIG.__class__(
-        **{name: getattr(toy.CONFIG, name) for name in toy.CONFIG.__slots__} | {"vocab_size": 3000}
-    )
-    made = Llama(toy.weights(config=config), max_length=16, device="cpu", compile=compile_eager)
-    with pytest.raises(ValueError, match="top_k=1025: the sampler"):
-        prefill(made, Request([1], 1, temperature=1.0, top_k=1025))
-    prefill(made, Request([1], 1, temperature=1.0, top_k=1024))
-    prefill(made, Request([1], 1, temperature=1.0, top_k=3000))
-
-
 def test_bfloat16_stays_close_to_float32():
     halved = Llama(
         toy.weights(dtype=torch.bfloat16),

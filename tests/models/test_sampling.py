@@ -4,9 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.sampling import SHORT_LIST, greedy, philox, sample, uniform
+from models.sampling import Sampler, greedy, philox, uniform
 
 DRAWS = 20_000
+SAMPLER = Sampler()
 
 
 def chi_square_limit(freedom):
@@ -17,7 +18,7 @@ def chi_square_limit(freedom):
 
 def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, seed=5, draws=DRAWS):
     """One token at each of `draws` positions."""
-    return sample(
+    return SAMPLER(
         logits.expand(draws, -1),
         torch.full((draws,), float(temperature)),
         torch.full((draws,), top_k, dtype=torch.int32),
@@ -77,7 +78,7 @@ def test_a_top_k_of_one_and_a_tiny_top_p_are_greedy():
 
 def test_temperature_zero_is_greedy_whatever_the_rest_says():
     logits = torch.randn(64, 30)
-    result = sample(
+    result = SAMPLER(
         logits,
         torch.zeros(64),
         torch.full((64,), 9, dtype=torch.int32),
@@ -97,7 +98,7 @@ def test_greedy_takes_the_lowest_index_on_ties():
 
 def test_each_row_has_its_own_parameters():
     logits = torch.randn(1, 40).repeat(4, 1)
-    together = sample(
+    together = SAMPLER(
         logits,
         torch.tensor([0.0, 1.0, 0.5, 2.0]),
         torch.tensor([0, 0, 4, 0], dtype=torch.int32),
@@ -106,7 +107,7 @@ def test_each_row_has_its_own_parameters():
         torch.tensor([9, 8, 7, 6], dtype=torch.int32),
     )
     order = [2, 0, 3, 1]
-    shuffled = sample(
+    shuffled = SAMPLER(
         logits,
         torch.tensor([0.5, 0.0, 2.0, 1.0]),
         torch.tensor([4, 0, 0, 0], dtype=torch.int32),

@@ -1,0 +1,69 @@
+"""The kinds of step, put together: what computes logits, what chooses, and what is kept.
+
+[chunked_]{greedy,sampled,adjusted}_prefill    [gathered_]{greedy,sampled,adjusted}_decode
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn, where
+
+from models.choosers import CHOOSERS, SAMPLING_TABLES
+from models.chunks import Chunk
+from models.layers import Weights
+from models.steps import Decode, Prefill
+from neuron_streams.decode import SamplerOutput
+from neuron_streams.decode.model import Sampled
+
+__all__ = ["Step"]
+
+_LAYERS: dict[tuple[str, ...], type[Prefill] | type[Chunk] | type[Decode]] = {
+    ("prefill",): Prefill,
+    ("chunked", "prefill"): Chunk,
+    ("decode",): Decode,
+    ("gathered", "decode"): Decode,
+}
+
+
+class Step(nn.Module):
+    """A step of one kind, whose inputs come by name.
+
+    A prefill also keeps the sampling parameters of its slots, and the tokens that it sampled. A
+    gathered decode step takes those for its negative ids, and keeps its own.
+
+    Attributes:
+        inputs: The names of what the host gives, in order.
+        state: The names of the model's tensors that it uses, in order.
+        mutates: Those of them that it updates in place.
+    """
+
+    def __init__(self, kind: str, weights: Weights, max_length: int) -> None:
+        super().__init__()
+        *how, choice, phase = kind.split("_")
+        self.layers = _LAYERS[(*how, phase)](weights, max_length)
+        self.chooser = CHOOSERS[choice]()
+        self.keeps, self.gathers = phase == "prefill", how == ["gathered"]
+        kept = tuple(SAMPLING_TABLES) if self.keeps else ()
+        fields = (field for field, _ in SAMPLING_TABLES.values()) if self.keeps else ()
+        tables = tuple(dict.fromkeys((*kept, *self.chooser.tables)))
+        last = ("last_sampled",) if self.keeps or self.gathers else ()
+        self.inputs = (*self.layers.inputs, *fields)
+        self.state = ("kv_cache", *tables, *last)
+        written = {"kv_cache", *kept, "token_counts", *last}
+        self.mutates = tuple(name for name in self.state if name in written)
+
+    def forward(self, **tensors: Tensor) -> Sampled:
+        """The token that follows each row's; with log-probabilities where it is adjusted."""
+        slots = tensors["slots"].long()
+        if self.keeps:
+            for table, (field, _) in SAMPLING_TABLES.items():
+                tensors[table].index_put_((slots,), tensors[field])
+        if self.gathers:
+            known = tensors["input_ids"]
+            tensors["input_ids"] = where(known < 0, tensors["last_sampled"][slots], known)
+        given = [tensors[name] for name in self.layers.inputs]
+        logits = self.layers(*given, tensors["kv_cache"])
+        chosen: Sampled = self.chooser(logits, self.layers.span(*given), slots, tensors)
+        if self.keeps or self.gathers:
+            tokens = chosen.sampled_token_ids if isinstance(chosen, SamplerOutput) else chosen
+            tensors["last_sampled"].index_put_((slots,), tokens)
+        return chosen
