@@ -134,9 +134,7 @@ class Llama:
         _note(self._sampling_slots, numbers, (sampling.temperature > 0).tolist())
         if adjustments is None and self._adjusted_slots.isdisjoint(numbers):
             return
-        if "token_counts" not in self._state:
-            tables = adjusting.empty_tables(self.num_slots, self.vocab_size)
-            self._state |= {name: table.to(self.device) for name, table in tables.items()}
+        self._allocate()
         wanted = adjustments or adjusting.neutral(len(numbers), self.vocab_size)
         run = self._executable("admit", len(numbers))
         fields = wanted._asdict()
@@ -144,6 +142,12 @@ class Llama:
         run(slots, *fields.values(), *self._state_of("admit"))
         _note(self._adjusted_slots, numbers, [adjustments is not None] * len(numbers))
         _note(self._logprobs_slots, numbers, logprobs.tolist())
+
+    def _allocate(self) -> None:
+        """Make the tables that only adjustments need, once the first request asks for them."""
+        if "token_counts" not in self._state:
+            tables = adjusting.empty_tables(self.num_slots, self.vocab_size)
+            self._state |= {name: table.to(self.device) for name, table in tables.items()}
 
     def _sampled(self, slots: Tensor, result: Sampled) -> Sampled:
         """What the step gave, without log-probabilities where nobody wants them."""

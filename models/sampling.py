@@ -52,14 +52,28 @@ class Sampler(nn.Module):
     ) -> Tensor:
         """[rows, vocab] -> int32 [rows]; greedy where `temperature` is 0.
 
-        Temperature first, then top-k (0: off), then top-p (1.0: off) on what top-k left, then
-        min-p, as in Hugging Face transformers. Tokens as likely as the last one kept are kept too.
-
         Args:
             logits: float32.
             temperature, top_k, top_p, seed: one of each a row: float32, int32, float32, int64.
             position: int32, the position in its sequence of the token to draw.
             min_p: float32, one a row; off when None.
+        """
+        mass = self.mass(logits, temperature, top_k, top_p, min_p)
+        sampled = _draw(mass, uniform(seed, position))
+        return torch.where(temperature > 0, sampled, greedy(logits))
+
+    def mass(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor | None = None,
+    ) -> Tensor:
+        """What is drawn from, 1 for the likeliest token, 0 for what is left out: [rows, vocab].
+
+        Temperature first, then top-k (0: off), then top-p (1.0: off) on what top-k left, then
+        min-p, as in Hugging Face transformers. Tokens as likely as the last one kept are kept too.
         """
         gap = logits.amax(-1, keepdim=True) - logits
         gap = gap / torch.where(temperature > 0, temperature, 1.0)[:, None]
@@ -70,8 +84,7 @@ class Sampler(nn.Module):
         kept = (gap <= last[:, None]) | (top_p >= 1.0)[:, None]
         if min_p is not None:
             kept = kept & (mass >= min_p[:, None])
-        sampled = _draw(torch.where(kept, mass, 0.0), uniform(seed, position))
-        return torch.where(temperature > 0, sampled, greedy(logits))
+        return torch.where(kept, mass, 0.0)
 
 
 class Search(nn.Module):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from models.adjusting import neutral
 from models.llama import Llama
-from neuron_streams.decode import SamplingTensors
+from neuron_streams.decode import Adjustments, LogprobsTensors, SamplerOutput, SamplingTensors
+from neuron_streams.decode.model import Sampled
 
 
 @dataclass
@@ -21,7 +24,44 @@ class Request:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    wishes: dict[str, Any] | None = None
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[LogprobsTensors] = field(default_factory=list)
+
+    def sampling(self, vocab_size: int = 97) -> SamplingTensors:
+        """Its parameters as `prefill` takes them."""
+        return SamplingTensors(
+            torch.tensor([self.temperature]),
+            ints([self.top_k]),
+            torch.tensor([self.top_p]),
+            torch.tensor([self.seed]),
+            self._adjustments(vocab_size),
+        )
+
+    def _adjustments(self, vocab_size: int) -> Adjustments | None:
+        """`wishes` are fields of `Adjustments`; bias and stop mask as {token: value}, {token}."""
+        if self.wishes is None:
+            return None
+        made = neutral(1, vocab_size)
+        made.num_prompt_tokens[0] = len(self.prompt)
+        for name, value in self.wishes.items():
+            row = getattr(made, name)[0]
+            if name == "logit_bias":
+                for token, bias in value.items():
+                    row[token] = bias
+            elif name == "stop_mask":
+                row[list(value)] = True
+            else:
+                row.fill_(value)
+        return made
+
+    def take(self, result: Sampled, row: int) -> None:
+        """Its part of what a step gave."""
+        if isinstance(result, SamplerOutput):
+            own = (part[row].to("cpu") for part in result.logprobs_tensors)
+            self.logprobs.append(LogprobsTensors(*own))
+            result = result.sampled_token_ids
+        self.tokens.append(int(result.tolist()[row]))
 
 
 def ints(values: Sequence[int]) -> torch.Tensor:
@@ -29,29 +69,38 @@ def ints(values: Sequence[int]) -> torch.Tensor:
 
 
 def prefill(model: Llama, request: Request) -> None:
-    """Admit a request in the smallest bucket that holds its prompt."""
-    length = len(request.prompt)
-    bucket = next(size for size in model.prompt_buckets if size >= length)
-    ids = ints([*request.prompt, *[0] * (bucket - length)])[None]
-    sampling = SamplingTensors(
-        torch.tensor([request.temperature]),
-        ints([request.top_k]),
-        torch.tensor([request.top_p]),
-        torch.tensor([request.seed]),
-    )
-    future = model.prefill(ids, ints([length]), ints([request.slot]), sampling)
-    request.tokens.append(int(future.tolist()[0]))
+    """Admit a request in the smallest bucket that holds its prompt and what has come of it."""
+    known = [*request.prompt, *request.tokens]
+    bucket = next(size for size in model.prompt_buckets if size >= len(known))
+    ids = ints([*known, *[0] * (bucket - len(known))])[None]
+    sampling = request.sampling(model.vocab_size)
+    request.take(model.prefill(ids, ints([len(known)]), ints([request.slot]), sampling), 0)
 
 
-def decode(model: Llama, rows: Sequence[Request | None]) -> None:
+def prefill_in_pieces(model: Llama, request: Request, piece: int, bucket: int) -> None:
+    """The same, so many tokens at a time."""
+    known, sampling = [*request.prompt, *request.tokens], request.sampling(model.vocab_size)
+    for start in range(0, len(known), piece):
+        tokens = known[start : start + piece]
+        ids = ints([*tokens, *[0] * (bucket - len(tokens))])[None]
+        rest = ints([len(tokens)]), ints([request.slot]), sampling
+        if start:
+            result = model.prefill_chunk(ids, ints([start]), *rest)
+        else:
+            result = model.prefill(ids, *rest)
+    request.take(result, 0)
+
+
+def decode(model: Llama, rows: Sequence[Request | None], *, gather: bool = False) -> None:
     """One step; None is a padding row."""
-    ids = [row.tokens[-1] if row else 0 for row in rows]
+    ids = [(-1 if gather else row.tokens[-1]) if row else 0 for row in rows]
     at = [len(row.prompt) + len(row.tokens) - 1 if row else 0 for row in rows]
     slots = [row.slot if row else 0 for row in rows]
-    future = model.decode(ints(ids), ints(at), ints(slots))
-    for row, token in zip(rows, future.tolist(), strict=True):
+    step = model.decode_gather if gather else model.decode
+    result = step(ints(ids), ints(at), ints(slots))
+    for number, row in enumerate(rows):
         if row:
-            row.tokens.append(int(token))
+            row.take(result, number)
 
 
 def run(model: Llama, request: Request, count: int) -> list[int]:

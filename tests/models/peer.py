@@ -8,6 +8,8 @@ import torch
 
 from models.layers import Weights
 from models.loader import _destinations
+from models.sampling import uniform
+from tests.models.driver import Request, ints
 
 
 def in_transformers(weights: Weights) -> Any:
@@ -56,3 +58,68 @@ def greedy_tokens(peer: Any, prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         ids.append(int(peer(torch.tensor([ids])).logits[0, -1].argmax()))
     return ids[len(prompt) :]
+
+
+@torch.inference_mode()
+def tokens_of(peer: Any, request: Request, count: int) -> list[int]:
+    """`count` tokens of a request that may sample and have wishes, drawn with our uniforms."""
+    done = Request(request.prompt, request.slot, wishes=request.wishes)
+    min_p = (request.wishes or {}).get("min_p", 0.0)
+    for _ in range(count):
+        ids = [*done.prompt, *done.tokens]
+        scores = processed(peer(torch.tensor([ids])).logits[0, -1], done)
+        if request.temperature == 0:
+            done.tokens.append(int(scores.argmax()))
+            continue
+        parameters = request.temperature, request.top_k, request.top_p, min_p
+        odds = warped(scores[None], *parameters)[0].cumsum(-1)
+        draw = uniform(torch.tensor([request.seed]), ints([len(ids)]))
+        done.tokens.append(int((odds <= draw * odds[-1]).sum()))
+    return done.tokens
+
+
+def processed(logits: torch.Tensor, request: Request) -> torch.Tensor:
+    """The request's logits, [vocab], after its prompt and its tokens."""
+    from transformers.generation.logits_process import (
+        MinNewTokensLengthLogitsProcessor,
+        RepetitionPenaltyLogitsProcessor,
+        SequenceBiasLogitsProcessor,
+    )
+
+    wishes: dict[str, Any] = request.wishes or {}
+    ids = torch.tensor([[*request.prompt, *request.tokens]])
+    scores, length = logits[None], len(request.prompt)
+    if bias := wishes.get("logit_bias"):
+        scores = SequenceBiasLogitsProcessor({(t,): float(b) for t, b in bias.items()})(ids, scores)
+    if "stop_mask" in wishes:
+        new = wishes.get("min_length", 0) - length
+        stop = sorted(wishes["stop_mask"])
+        scores = MinNewTokensLengthLogitsProcessor(length, max(new, 0), stop, "cpu")(ids, scores)
+    if penalty := wishes.get("repetition_penalty"):
+        scores = RepetitionPenaltyLogitsProcessor(float(penalty))(ids, scores)
+    # transformers has no others; these are the words of OpenAI's reference.
+    for token in request.tokens:
+        scores[0, token] -= wishes.get("frequency_penalty", 0.0)
+    for token in set(request.tokens):
+        scores[0, token] -= wishes.get("presence_penalty", 0.0)
+    return scores[0]
+
+
+def warped(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> torch.Tensor:
+    """The distribution by the classes that `transformers.generate` uses, in its order."""
+    from transformers.generation.logits_process import (
+        LogitsProcessorList,
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    wanted: list[Any] = [TemperatureLogitsWarper(temperature)]
+    wanted += [TopKLogitsWarper(top_k)] if top_k else []
+    wanted += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    wanted += [MinPLogitsWarper(min_p)] if min_p else []
+    ids = torch.zeros(logits.shape[0], 0, dtype=torch.long)
+    return torch.softmax(LogitsProcessorList(wanted)(ids, logits.clone()), -1)

@@ -5,29 +5,8 @@ from __future__ import annotations
 import pytest
 
 from models import toy
-from neuron_streams.decode import SamplingTensors
-from tests.models.driver import Request, decode, ints, prefill
+from tests.models.driver import Request, decode, prefill, prefill_in_pieces
 from tests.models.reference import compile_eager
-
-
-def in_pieces(model: toy.Llama, request: Request, piece: int, bucket: int) -> None:
-    import torch
-
-    sampling = SamplingTensors(
-        torch.tensor([request.temperature]),
-        ints([request.top_k]),
-        torch.tensor([request.top_p]),
-        torch.tensor([request.seed]),
-    )
-    for start in range(0, len(request.prompt), piece):
-        tokens = request.prompt[start : start + piece]
-        ids = ints([*tokens, *[0] * (bucket - len(tokens))])[None]
-        rest = ints([len(tokens)]), ints([request.slot]), sampling
-        if start:
-            future = model.prefill_chunk(ids, ints([start]), *rest)
-        else:
-            future = model.prefill(ids, *rest)
-    request.tokens.append(int(future.tolist()[0]))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -38,7 +17,7 @@ def test_pieces_give_the_tokens_of_the_whole(piece: int, temperature: float) -> 
     whole = Request(prompt, 1, temperature, seed=4)
     pieces = Request(prompt, 2, temperature, seed=4)
     prefill(model, whole)
-    in_pieces(model, pieces, piece, bucket=16)
+    prefill_in_pieces(model, pieces, piece, bucket=16)
     for _ in range(6):
         decode(model, [whole, pieces])
     assert pieces.tokens == whole.tokens
@@ -52,7 +31,7 @@ def test_padding_beyond_the_end_of_a_slot_touches_nothing_but_scratch() -> None:
     prefill(model, other)
     before = model._state["kv_cache"][:, :, 3].clone()
     request = Request(prompt, 2)
-    in_pieces(model, request, 16, bucket=16)
+    prefill_in_pieces(model, request, 16, bucket=16)
     assert (model._state["kv_cache"][:, :, 3] == before).all()
     fitting = toy.toy(device="cpu", compile=compile_eager, prompt_buckets=(20,), max_length=20)
     whole = Request(prompt, 1)

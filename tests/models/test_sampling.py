@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.sampling import Sampler, greedy, philox, uniform
+from tests.models.peer import warped
 
 DRAWS = 20_000
 SAMPLER = Sampler()
@@ -16,7 +17,7 @@ def chi_square_limit(freedom):
     return freedom * (1 - spread + 3.09 * spread**0.5) ** 3
 
 
-def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, seed=5, draws=DRAWS):
+def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=5, draws=DRAWS):
     """One token at each of `draws` positions."""
     return SAMPLER(
         logits.expand(draws, -1),
@@ -25,10 +26,11 @@ def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, seed=5, draws=DRAWS):
         torch.full((draws,), float(top_p)),
         torch.full((draws,), seed),
         torch.arange(draws, dtype=torch.int32),
+        torch.full((draws,), float(min_p)),
     )
 
 
-def expected(logits, *, temperature=1.0, top_k=0, top_p=1.0):
+def expected(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """The distribution, by a sort, one token after another."""
     odds = torch.softmax(logits.double() / temperature, -1)
     order = sorted(range(len(odds)), key=lambda token: -odds[token])
@@ -39,6 +41,7 @@ def expected(logits, *, temperature=1.0, top_k=0, top_p=1.0):
             kept.append(token)
         before += odds[token]
     shares = torch.zeros_like(odds)
+    kept = [token for token in kept if odds[token] >= min_p * odds.max()]
     shares[kept] = odds[kept]
     return shares / shares.sum()
 
@@ -54,6 +57,8 @@ def expected(logits, *, temperature=1.0, top_k=0, top_p=1.0):
         {"top_k": 8, "top_p": 0.9, "temperature": 1.4},
         {"top_k": 3, "top_p": 0.999},
         {"top_p": 0.2, "temperature": 2.0},
+        {"min_p": 0.3},
+        {"min_p": 0.1, "top_k": 9, "top_p": 0.95, "temperature": 1.5},
     ],
 )
 @pytest.mark.parametrize("seed", [0, -1, 2**40 + 3])
@@ -118,11 +123,51 @@ def test_each_row_has_its_own_parameters():
     assert shuffled.tolist() == together[order].tolist()
 
 
-def test_beyond_the_short_list_only_unfiltered_rows_draw():
-    logits = torch.zeros(4 * SHORT_LIST)
-    whole, nucleus = draw(logits, draws=4000), draw(logits, top_p=0.999, draws=4000)
-    assert len(whole.unique()) > 1.5 * SHORT_LIST
-    assert len(nucleus.unique()) <= SHORT_LIST
+@given(
+    temperature=st.floats(0.05, 5),
+    top_k=st.sampled_from([0, 1, 2, 7, 100, 1500, 2999, 3000, 5000]),
+    top_p=st.floats(0.01, 1),
+    min_p=st.sampled_from([0.0, 0.001, 0.1, 0.7, 1.0]),
+    spread=st.sampled_from([0.01, 1.0, 4.0]),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=150, deadline=None)
+def test_the_distribution_is_that_of_transformers(temperature, top_k, top_p, min_p, spread, seed):
+    logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(seed)) * spread
+    parameters = torch.tensor([temperature]), torch.tensor([top_k]), torch.tensor([top_p])
+    mass = SAMPLER.mass(logits, *parameters, torch.tensor([min_p]))
+    wanted = warped(logits, temperature, top_k, top_p, min_p)
+    # Beside an edge, rounding may put a token or two on the other side.
+    assert ((mass > 0) != (wanted > 0)).sum() <= 2
+    edge = 3 * wanted[wanted > 0].min() + 1e-6
+    assert ((mass / mass.sum() - wanted).abs().max() <= edge).all()
+
+
+def test_a_nucleus_may_be_as_large_as_the_vocabulary():
+    logits = torch.linspace(0.0, -0.1, 50_000)[None]
+    share = torch.softmax(logits.double(), -1).cumsum(-1)
+    for top_p in (0.3, 0.9, 0.999):
+        mass = SAMPLER.mass(logits, torch.ones(1), torch.zeros(1), torch.tensor([top_p]))
+        assert abs(int((mass > 0).sum()) - int((share < top_p).sum() + 1)) < 20
+
+
+def test_a_top_k_may_be_as_large_as_the_vocabulary():
+    logits = torch.randperm(5000, generator=torch.Generator().manual_seed(3)).float()[None] / 100
+    for top_k in (1, 2, 1024, 1025, 4999, 5000, 9999):
+        mass = SAMPLER.mass(logits, torch.ones(1), torch.tensor([top_k]), torch.ones(1))
+        assert int((mass > 0).sum()) == min(top_k, 5000)
+
+
+def test_tokens_as_likely_as_the_last_one_kept_are_kept_too():
+    logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0, 0.0]])
+    for top_k, top_p in ((2, 1.0), (0, 0.6)):
+        mass = SAMPLER.mass(logits, torch.ones(1), torch.tensor([top_k]), torch.tensor([top_p]))
+        assert (mass[0] > 0).tolist() == [True, False, True, True, True, False]
+
+
+def test_a_row_of_which_everything_is_excluded_gives_a_token_of_the_vocabulary():
+    tokens = draw(torch.full((7,), -torch.inf), draws=20)
+    assert ((tokens >= 0) & (tokens < 7)).all()
 
 
 def test_tokens_without_mass_are_never_drawn():
