@@ -93,7 +93,7 @@ def adjust(
         positions: int [rows], of the tokens to sample.
         own: The rows' adjustments, under the names of the fields.
     """
-    prompt, output = token_counts
+    prompt, output = token_counts[0], token_counts[1]
     logits = logits + own["logit_bias"]
     early = (positions < own["min_length"])[:, None]
     logits = torch.where(early & own["stop_mask"], -torch.inf, logits)
