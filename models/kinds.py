@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
 from torch import Tensor, nn, where
 
 from models.choosers import CHOOSERS, SAMPLING_TABLES
@@ -14,7 +17,9 @@ from models.steps import Decode, Prefill
 from neuron_streams.decode import SamplerOutput
 from neuron_streams.decode.model import Sampled
 
-__all__ = ["Step"]
+__all__ = ["Compile", "Executable", "Step"]
+
+Executable: TypeAlias = Callable[..., Any]
 
 _LAYERS: dict[tuple[str, ...], type[Prefill] | type[Chunk] | type[Decode]] = {
     ("prefill",): Prefill,
@@ -22,6 +27,23 @@ _LAYERS: dict[tuple[str, ...], type[Prefill] | type[Chunk] | type[Decode]] = {
     ("decode",): Decode,
     ("gathered", "decode"): Decode,
 }
+
+
+class Compile(Protocol):
+    """The signature of `neuron_streams.compile`, as far as a model uses it.
+
+    The module is called with its inputs by name, the executable with them in the same order.
+    """
+
+    def __call__(
+        self,
+        fn: nn.Module,
+        example_inputs: Mapping[str, Tensor],
+        /,
+        *,
+        mutates: Sequence[str] = (),
+        name: str | None = None,
+    ) -> Executable: ...
 
 
 class Step(nn.Module):

@@ -8,16 +8,15 @@ of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models import adjusting
 from models.choosers import CHOOSERS, SAMPLING_TABLES
 from models.config import LlamaConfig
-from models.kinds import Step
+from models.kinds import Compile, Executable, Step
 from models.layers import Weights
 from models.state import empty_state
 from models.steps import Remap
@@ -26,31 +25,13 @@ from neuron_streams.decode.model import Sampled
 
 __all__ = ["Compile", "Llama", "LlamaConfig"]
 
-Executable: TypeAlias = Callable[..., Any]
-
-
-class Compile(Protocol):
-    """The signature of `neuron_streams.compile`, as far as a model uses it.
-
-    The module is called with its inputs by name, the executable with them in the same order.
-    """
-
-    def __call__(
-        self,
-        fn: nn.Module,
-        example_inputs: Mapping[str, Tensor],
-        /,
-        *,
-        mutates: Sequence[str] = (),
-        name: str | None = None,
-    ) -> Executable: ...
-
 
 class Llama:
     """A Llama of static shapes on one device.
 
     The calls submit to the current stream. Host: returns at once, but for the first call of a
-    bucket, which compiles it. Stream: runs the step.
+    bucket, which compiles it. Stream: runs the step. Where the slot of a row wants
+    log-probabilities, a step gives a `SamplerOutput`, else the tokens alone.
 
     Args:
         weights: The parameters; shared, never written.
@@ -231,9 +212,9 @@ class Llama:
         return self._compile(step, inputs, mutates=step.mutates, name=name)
 
     def _build_admit(self, rows: int, name: str) -> Executable:
-        fields = adjusting.neutral(rows, self.vocab_size)._asdict()
         tables = adjusting.empty_tables(self.num_slots, self.vocab_size)
         self._states["admit"] = tuple(tables)
+        fields = adjusting.neutral(rows, self.vocab_size)._asdict()
         del fields["num_logprobs"]
         inputs = {"slots": _ints(rows)} | fields | tables
         return self._compile(adjusting.Admit(), inputs, mutates=tuple(tables), name=name)
@@ -244,10 +225,11 @@ class Llama:
     def _inputs(self, step: Step, size: int) -> dict[str, Tensor]:
         """Examples of what the host gives: [rows], but for the ids of a prefill, [rows, size]."""
         rows = self.prefill_batch if step.keeps else size
-        types = dict(SAMPLING_TABLES.values())
-        names = step.inputs
-        inputs = {name: torch.zeros(rows, dtype=types.get(name, torch.int32)) for name in names}
-        return inputs | ({"input_ids": _ints(rows, size)} if step.keeps else {})
+        inputs = {name: _ints(rows) for name in step.inputs}
+        if step.keeps:
+            inputs["input_ids"] = _ints(rows, size)
+            inputs |= {name: torch.zeros(rows, dtype=d) for name, d in SAMPLING_TABLES.values()}
+        return inputs
 
     def _empty_state(self) -> dict[str, Tensor]:
         dtype = self.weights.embedding.dtype

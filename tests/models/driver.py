@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,6 +63,11 @@ class Request:
             self.logprobs.append(LogprobsTensors(*own))
             result = result.sampled_token_ids
         self.tokens.append(int(result.tolist()[row]))
+
+
+def fresh(request: Request, slot: int) -> Request:
+    """The same request in another slot, as if nothing had come of it."""
+    return dataclasses.replace(request, slot=slot, tokens=[], logprobs=[])
 
 
 def ints(values: Sequence[int]) -> torch.Tensor:
