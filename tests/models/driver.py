@@ -59,7 +59,7 @@ class Request:
     def take(self, result: Sampled, row: int) -> None:
         """Its part of what a step gave."""
         if isinstance(result, SamplerOutput):
-            own = (part[row].to("cpu") for part in result.logprobs_tensors)
+            own = (part.to("cpu")[row] for part in result.logprobs_tensors)
             self.logprobs.append(LogprobsTensors(*own))
             result = result.sampled_token_ids
         self.tokens.append(int(result.tolist()[row]))
