@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from models.loader import folder_of, load
 from models.smollm2 import smollm2
-from models.tokenizer import Detokenizer, Tokenizer
+from models.tokenizer import Tokenizer
 from neuron_streams.decode import DecodeLoop, RequestOutput, SamplingParams
 
 PROMPTS = (
@@ -30,21 +30,17 @@ BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 class Page:
     """Answers in the order of their prompts: the first that is not finished is shown live."""
 
-    def __init__(self, prompts: dict[str, str], tokenizer: Tokenizer) -> None:
+    def __init__(self, prompts: dict[str, str]) -> None:
         self.prompts = prompts
-        self.texts = {request_id: Detokenizer(tokenizer) for request_id in prompts}
         self.waiting = dict.fromkeys(prompts, "")
         self.done: set[str] = set()
         self.order = list(prompts)
         self._begin()
 
     def add(self, output: RequestOutput) -> None:
-        text = self.texts[output.request_id]
-        new = "".join(text.push(token) for token in output.new_token_ids)
+        self.waiting[output.request_id] += output.text
         if output.finished:
-            new += text.flush()
             self.done.add(output.request_id)
-        self.waiting[output.request_id] += new
         self._show()
 
     def _begin(self) -> None:
@@ -83,6 +79,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=48, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="for temperature > 0")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end an answer there; repeatable"
+    )
     parser.add_argument("--model", metavar="PATH_OR_ID", help="a Llama; default: SmolLM2-135M")
     parser.add_argument(
         "--async-scheduling",
@@ -98,7 +97,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def generate(options: argparse.Namespace) -> int:
     """Returns the exit code: 1 if a prompt was refused, which stops no other."""
     params = SamplingParams(
-        max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        stop=options.stop,
     )
     folder = folder_of(options.model) if options.model else smollm2()
     tokenizer = Tokenizer.load(folder)
@@ -118,7 +120,9 @@ def generate(options: argparse.Namespace) -> int:
         prompt_buckets={fitting(BUCKETS, size) for size in sizes},
     )
     model.warm_up(sampled=options.temperature > 0, progress=sys.stderr.isatty())
-    with DecodeLoop(model, async_scheduling=options.async_scheduling) as loop:
+    with DecodeLoop(
+        model, async_scheduling=options.async_scheduling, tokenizer=tokenizer
+    ) as loop:
         refused = 0
         accepted = {}
         for number, text in enumerate(texts):
@@ -128,7 +132,7 @@ def generate(options: argparse.Namespace) -> int:
             except ValueError as error:
                 print(f"generate: prompt {number + 1}: {error}", file=sys.stderr)
                 refused += 1
-        page, tokens, start = Page(accepted, tokenizer), 0, time.perf_counter()
+        page, tokens, start = Page(accepted), 0, time.perf_counter()
         while loop.has_unfinished_requests():
             for output in loop.step():
                 tokens += len(output.new_token_ids)

@@ -1,4 +1,4 @@
-"""Text to tokens and back: a Hugging Face `tokenizer.json`, its chat template, and a stream."""
+"""Text to tokens and back: a Hugging Face `tokenizer.json` and its chat template."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any, NoReturn
 
 from tokenizers import Tokenizer as FastTokenizer
 
-__all__ = ["Detokenizer", "Tokenizer"]
-
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+__all__ = ["Tokenizer"]
 
 
 class Tokenizer:
@@ -84,38 +82,6 @@ class Tokenizer:
         """The text of tokens, without the special ones."""
         text: str = self._fast.decode(list(ids), skip_special_tokens=True)
         return text
-
-
-class Detokenizer:
-    """The text of one request as its tokens arrive; never half a character.
-
-    A token is shown in the light of those before it, since what a token spells may depend on them
-    (a leading space, the first bytes of a character).
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._shown = 0
-
-    def push(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
-        self._ids.append(token_id)
-        return self._take(final=False)
-
-    def flush(self) -> str:
-        """What is left at the end, incomplete characters as replacement characters."""
-        return self._take(final=True)
-
-    def _take(self, *, final: bool) -> str:
-        before = self._tokenizer.decode(self._ids[: self._shown])
-        text = self._tokenizer.decode(self._ids)
-        if text.endswith(_INCOMPLETE) and not final:
-            return ""
-        # Keep the newest shown tokens as the context of the next ones.
-        self._ids = self._ids[self._shown :]
-        self._shown = len(self._ids)
-        return text[len(before) :]
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ the parts are public for those who build a loop of their own.
     request.py    what a caller asks for and gets
     admission.py  what is refused before it is queued
     logprobs.py   log-probabilities, as a caller gets them
+    detokenizer.py  tokens to text as they arrive, and the stop strings in it
     schedule.py   a step, as data
     scheduler.py  who runs next, in which slot
     batch.py      the host's view of the rows of a step
@@ -17,16 +18,24 @@ the parts are public for those who build a loop of their own.
     queue.py      launched steps whose tokens have not been handed out
     loop.py       what drives all of it
     generate.py   prompts in, an iterator out
+    engine.py     a thread that drives a loop for callers on other threads
+    engine_core.py  what that thread does
+    request_stream.py  one request's outputs, to iterate over
     model.py      what a model must offer
     stats.py      what is counted
     trace.py      what each step did and when
+    metrics.py    how long requests took
 """
 
 from neuron_streams.decode.batch import CachedRequestState as CachedRequestState
 from neuron_streams.decode.batch import InputBatch as InputBatch
+from neuron_streams.decode.detokenizer import IncrementalDetokenizer as IncrementalDetokenizer
+from neuron_streams.decode.engine import DecodeEngine as DecodeEngine
 from neuron_streams.decode.gather import GatherRunner as GatherRunner
 from neuron_streams.decode.logprobs import Logprob as Logprob
 from neuron_streams.decode.loop import DecodeLoop as DecodeLoop
+from neuron_streams.decode.metrics import RecentLatencies as RecentLatencies
+from neuron_streams.decode.metrics import RequestMetrics as RequestMetrics
 from neuron_streams.decode.model import Adjustments as Adjustments
 from neuron_streams.decode.model import ChunkModel as ChunkModel
 from neuron_streams.decode.model import GatherModel as GatherModel
@@ -40,6 +49,7 @@ from neuron_streams.decode.output import ModelRunnerOutput as ModelRunnerOutput
 from neuron_streams.decode.request import Request as Request
 from neuron_streams.decode.request import RequestOutput as RequestOutput
 from neuron_streams.decode.request import RequestStatus as RequestStatus
+from neuron_streams.decode.request_stream import RequestStream as RequestStream
 from neuron_streams.decode.runner import ModelRunner as ModelRunner
 from neuron_streams.decode.sampling_params import SamplingParams as SamplingParams
 from neuron_streams.decode.schedule import SchedulerOutput as SchedulerOutput

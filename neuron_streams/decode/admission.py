@@ -12,20 +12,26 @@ __all__ = ["check_request"]
 
 
 def check_request(
-    model: Model, request_id: str, prompt: Sequence[int], params: SamplingParams
+    model: Model,
+    request_id: str,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    has_tokenizer: bool = False,
 ) -> None:
     """Refuse what a model cannot take, or cannot honour.
 
     Raises:
         ValueError: The prompt is empty, too long, or has ids outside the vocabulary; so have the
             stop ids or the bias; no token is left to sample; `min_tokens` do not fit; the model
-            adjusts no logits and is asked to; its own `check_sampling` refuses.
+            adjusts no logits and is asked to; there are stop strings and no tokenizer; its own
+            `check_sampling` refuses.
     """
     check_prompt(model, request_id, prompt)
     _check_ids(model, request_id, params)
     _check_adjusts(model, request_id, params)
     _check_min_tokens(model, request_id, len(prompt), params)
     _check_something_is_left(model, request_id, params)
+    _check_stop(request_id, params, has_tokenizer)
     check_sampling = getattr(model, "check_sampling", None)
     if check_sampling is not None:
         check_sampling(params)
@@ -79,4 +85,12 @@ def _check_something_is_left(model: Model, request_id: str, params: SamplingPara
         raise ValueError(
             f"Request {request_id!r} excludes all {model.vocab_size} tokens of this model, by"
             " logit_bias or as stop tokens before min_tokens; leave one to sample."
+        )
+
+
+def _check_stop(request_id: str, params: SamplingParams, has_tokenizer: bool) -> None:
+    if params.stop and not has_tokenizer:
+        raise ValueError(
+            f"Request {request_id!r} has stop strings, and the loop no tokenizer to find them"
+            " with; make it with tokenizer=, or use stop_token_ids."
         )

@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
 
+from neuron_streams.decode.detokenizer import Tokenizer
 from neuron_streams.decode.gather import GatherRunner
 from neuron_streams.decode.generate import generate
 from neuron_streams.decode.model import Model
@@ -48,6 +50,8 @@ class DecodeLoop:
         max_batch_size: Most requests that run at a time; the model's largest batch bucket if None.
         watchdog: Seconds for which one step may be waited for; then the loop ends with a
             TimeoutError that names the step and its requests. None waits for ever.
+        tokenizer: Gives the outputs their text, and is needed for stop strings: anything with
+            `decode(token_ids) -> str`.
 
     Raises:
         UnsupportedError: policy="gather" and a model without `decode_gather`.
@@ -66,11 +70,14 @@ class DecodeLoop:
         output_thread: bool = True,
         max_batch_size: int | None = None,
         watchdog: float | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         _check_options(policy, depth, watchdog, async_scheduling and output_thread)
         self.stats = DecodeStats()
         self.max_concurrent_batches = depth if async_scheduling else 1
-        self.scheduler = Scheduler(model, max_batch_size=max_batch_size, stats=self.stats)
+        self.scheduler = Scheduler(
+            model, max_batch_size=max_batch_size, stats=self.stats, tokenizer=tokenizer
+        )
         self.output_handler = OutputHandler(threaded=output_thread)
         self.batch_queue = BatchQueue(self.output_handler, self.stats, watchdog)
         runner = GatherRunner if policy == "gather" and async_scheduling else ModelRunner
@@ -83,6 +90,7 @@ class DecodeLoop:
             before_read=self.batch_queue.before_read,
         )
         self._undelivered: list[RequestOutput] = []
+        self._callback_errors: deque[Exception] = deque()
         self._failure: BaseException | None = None
         self._step_error: Exception | None = None
         self._closed = False
@@ -96,18 +104,39 @@ class DecodeLoop:
         sampling_params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        on_output: Callable[[RequestOutput], object] | None = None,
+        arrived_at: float | None = None,
     ) -> None:
         """Queue a request; a lower `priority` is more urgent. Host: returns at once.
 
         An urgent request may take the slot of one that is less urgent, which then computes its
         tokens again when its turn comes, and goes on with the same tokens.
 
+        Args:
+            request_id: Its name, of no other unfinished request.
+            prompt_token_ids: Its prompt.
+            sampling_params: How to choose tokens, and when to stop.
+            priority: Lower is more urgent.
+            on_output: Called with each output of this request, in order, by the `step` or `drain`
+                that returns it. It may add, abort and pause requests. If it raises, it is called no
+                more, the request ends with finish reason `"error"` and that cause, and `step`
+                raises the same, with all its outputs kept for the next one.
+            arrived_at: When its caller asked, of `time.perf_counter`; now if None.
+
         Raises:
             ValueError: The id is in use, the prompt is empty, too long or not of this model's
-                vocabulary, or the model cannot honour the parameters. Other requests go on.
+                vocabulary, the model cannot honour the parameters, or there are stop strings and
+                no tokenizer. Other requests go on.
         """
         self._check_open("add_request")
-        self.scheduler.add_request(request_id, prompt_token_ids, sampling_params, priority)
+        self.scheduler.add_request(
+            request_id,
+            prompt_token_ids,
+            sampling_params,
+            priority,
+            on_output=on_output,
+            arrived_at=arrived_at,
+        )
 
     def abort_request(self, request_id: str) -> bool:
         """End a request; False if none of that id is unfinished. Host: returns at once.
@@ -116,6 +145,13 @@ class DecodeLoop:
         dropped, and the id may be used again at once.
         """
         output = self.scheduler.abort_request(request_id)
+        if output is not None:
+            self._undelivered.append(output)
+        return output is not None
+
+    def fail_request(self, request_id: str, error: Exception) -> bool:
+        """As `abort_request`, with finish reason `"error"` and that cause."""
+        output = self.scheduler.fail_request(request_id, error)
         if output is not None:
             self._undelivered.append(output)
         return output is not None
@@ -137,7 +173,8 @@ class DecodeLoop:
 
         A paused request alone gives it nothing to do.
         """
-        return bool(self.scheduler.has_work or self.batch_queue or self._undelivered)
+        told = not (self._undelivered or self._callback_errors)
+        return bool(self.scheduler.has_work or self.batch_queue or not told)
 
     def step(self) -> list[RequestOutput]:
         """Launch a step if one is due, and give the tokens that have arrived, if any.
@@ -151,12 +188,13 @@ class DecodeLoop:
             Exception: The first cause of a failure after which nothing can go on: a launch was
                 refused, the output thread failed, the watchdog gave up. The loop has then ended:
                 every later call raises the same.
+            Exception: What an `on_output` raised; the loop goes on. One for each call.
         """
         self._check_open("step")
         with self.stats.stepping():
             self._undelivered += self.step_with_batch_queue()
-        outputs, self._undelivered = self._undelivered, []
-        return outputs
+            self._call_back()
+        return self._deliver()
 
     def step_with_batch_queue(self) -> list[RequestOutput]:
         """Fill the batch queue, then block on its oldest step; a queue of one is synchronous."""
@@ -202,6 +240,7 @@ class DecodeLoop:
         Raises:
             TimeoutError: A step has not ended within `timeout` seconds; it names the requests. What
                 had arrived by then comes with the next `step` or `drain`.
+            Exception: As `step`.
         """
         self._check_open("drain")
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -209,8 +248,8 @@ class DecodeLoop:
             if deadline is not None:
                 self.batch_queue.wait_for_oldest(deadline)
             self._undelivered += self._retire_oldest()
-        outputs, self._undelivered = self._undelivered, []
-        return outputs
+        self._call_back()
+        return self._deliver()
 
     def trace(self, max_steps: int = 1000) -> StepTrace:
         """A recorder of what each step does and when, while it is entered.
@@ -240,8 +279,10 @@ class DecodeLoop:
             if self._failure is None and self.batch_queue.may_be_read:
                 self.drain(timeout)
         except Exception as error:
-            logger.warning("the decode loop was closed with steps in flight: %s", error)
+            logger.warning("the decode loop was closed all the same after %r", error)
         self._closed = True
+        for untold in self._callback_errors:
+            logger.error("a callback failed, and the loop was closed: %r", untold)
         self.scheduler.fail_all()
         self.batch_queue.clear()
         if not self.output_handler.close(max(0.0, deadline - time.monotonic())):
@@ -253,6 +294,26 @@ class DecodeLoop:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _call_back(self) -> None:
+        due = self.scheduler.to_call_back
+        while due:
+            request, output = due.popleft()
+            if request.on_output is None:
+                continue
+            try:
+                request.on_output(output)
+            except Exception as error:
+                request.on_output = None
+                self._callback_errors.append(error)
+                if not request.status.is_finished:
+                    self.fail_request(request.request_id, error)
+
+    def _deliver(self) -> list[RequestOutput]:
+        if self._callback_errors:
+            raise self._callback_errors.popleft()
+        outputs, self._undelivered = self._undelivered, []
+        return outputs
 
     def _launch(self) -> bool:
         # Once a step is scheduled it must run: an interrupt in between ends the loop too.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from neuron_streams.decode.detokenizer import IncrementalDetokenizer
 from neuron_streams.decode.logprobs import TokenLogprobs
+from neuron_streams.decode.metrics import RequestMetrics
 from neuron_streams.decode.model import Model
 from neuron_streams.decode.sampling_params import SamplingParams
 
@@ -74,6 +77,9 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
     error: Exception | None = None
+    detokenizer: IncrementalDetokenizer | None = None
+    stop_string: str | None = None
+    on_output: Callable[[RequestOutput], object] | None = None
 
     @property
     def request_id(self) -> str:
@@ -101,10 +107,45 @@ class Request:
             return RequestStatus.FINISHED_LENGTH_CAPPED
         return self.status
 
+    def detokenize(self, token_id: int, status: RequestStatus) -> RequestStatus:
+        """The status once the text of `token_id` is known, which had led to `status`.
+
+        A stop string goes before whatever else the token ends, as in vLLM. A tokenizer that fails
+        ends this request alone.
+        """
+        if self.detokenizer is None:
+            return status
+        try:
+            stopped = status is RequestStatus.FINISHED_STOPPED
+            self.stop_string = self.detokenizer.update(token_id, stopped)
+        except Exception as error:
+            self.error = error
+            return RequestStatus.FINISHED_ERROR
+        return status if self.stop_string is None else RequestStatus.FINISHED_STOPPED
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop string or token of `stop_token_ids` that ended it."""
+        if self.status is not RequestStatus.FINISHED_STOPPED or self.stop_string is not None:
+            return self.stop_string
+        last = self.output_token_ids[-1]
+        return last if last in self.params.stop_token_ids else None
+
+    @property
+    def metrics(self) -> RequestMetrics | None:
+        """Its times, as of now; None while it has not finished."""
+        if not self.status.is_finished:
+            return None
+        times, prompt = tuple(self.token_times), len(self.prompt_token_ids)
+        return RequestMetrics(self.arrived_at, time.perf_counter(), prompt, times)
+
     def output(
         self, new_token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprobs, ...] = ()
     ) -> RequestOutput:
-        """What to tell the caller now."""
+        """What to tell the caller now; the text in it is told once."""
+        text = ""
+        if self.detokenizer is not None:
+            text = self.detokenizer.get_next_output_text(self.status.is_finished)
         return RequestOutput(
             self.request_id,
             new_token_ids,
@@ -112,6 +153,9 @@ class Request:
             self.status.finish_reason,
             self.error,
             None if self.params.logprobs is None else logprobs,
+            text,
+            self.stop_reason,
+            self.metrics,
         )
 
 
@@ -119,10 +163,20 @@ class Request:
 class RequestOutput:
     """New tokens of one request, or its end.
 
-    `finish_reason`: None while it runs, then `"stop"` (an end-of-sequence or stop token),
-    `"length"`, `"abort"` or `"error"`, with the cause as `error`. `num_output_tokens` counts the
-    tokens given out so far, these included. `logprobs` has a dict by token id for each new token,
-    of that token and the likeliest ones; None where the request asks for none.
+    `finish_reason`: None while it runs, then `"stop"` (an end-of-sequence token, a stop token or a
+    stop string), `"length"`, `"abort"` or `"error"`, with the cause as `error`.
+    `num_output_tokens` counts the tokens given out so far, these included.
+
+    `text` is what is new since the output before, all of it joined the text of the request; empty
+    where the loop has no tokenizer. It lags behind the tokens while a character is incomplete or a
+    stop string may have begun, and ends where a stop string begins. The token that completed the
+    stop string is still among the tokens, and none after it.
+
+    `logprobs` has a dict by token id for each new token, of that token and the likeliest ones; None
+    where the request asks for none.
+
+    `stop_reason`: the stop string, or the token of `stop_token_ids`, that ended the request; None
+    for an end-of-sequence token, as in vLLM. `metrics`: its times, once it has finished.
     """
 
     request_id: str
@@ -131,6 +185,9 @@ class RequestOutput:
     finish_reason: str | None = None
     error: Exception | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    text: str = ""
+    stop_reason: int | str | None = None
+    metrics: RequestMetrics | None = None
 
     @property
     def finished(self) -> bool:

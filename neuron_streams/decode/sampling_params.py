@@ -39,7 +39,8 @@ class SamplingParams:
         min_tokens: Sample no stop and no end-of-sequence token, and heed no stop string, before so
             many tokens are out.
         stop: Strings that end the request once its text has one. The loop needs a tokenizer.
-        include_stop_str_in_output: Keep the stop string at the end of the text.
+        include_stop_str_in_output: Keep the stop string, or the text of a stop token, at the end of
+            the text.
 
     Raises:
         ValueError: A value is out of its range.

@@ -15,9 +15,10 @@ import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from neuron_streams.decode.admission import check_request
+from neuron_streams.decode.detokenizer import IncrementalDetokenizer, Tokenizer
 from neuron_streams.decode.logprobs import TokenLogprobs
 from neuron_streams.decode.model import Model
 from neuron_streams.decode.output import ModelRunnerOutput
@@ -45,11 +46,17 @@ class Scheduler:
         model: Gives the limits: slots, buckets, lengths.
         max_batch_size: Most requests in a step; None and anything above the largest batch bucket
             mean that bucket.
-        stats: Where dropped and generated tokens, and preemptions, are counted.
+        stats: Where dropped and generated tokens, preemptions and latencies are counted.
+        tokenizer: Gives the outputs their text; None for none, and no stop strings.
     """
 
     def __init__(
-        self, model: Model, *, max_batch_size: int | None = None, stats: DecodeStats | None = None
+        self,
+        model: Model,
+        *,
+        max_batch_size: int | None = None,
+        stats: DecodeStats | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         largest = model.batch_buckets[-1]
         if max_batch_size is not None and max_batch_size < 1:
@@ -59,7 +66,9 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.free_slots = deque(range(1, model.num_slots))
+        self.to_call_back: deque[tuple[Request, RequestOutput]] = deque()
         self._model = model
+        self._tokenizer = tokenizer
         self._goes_on_in_chunks = hasattr(model, "prefill_chunk")
         self._by_id: dict[str, Request] = {}
         self._in_flight: dict[RequestKey, Request] = {}
@@ -72,21 +81,28 @@ class Scheduler:
         prompt_token_ids: Sequence[int],
         params: SamplingParams | None = None,
         priority: int = 0,
+        *,
+        on_output: Callable[[RequestOutput], object] | None = None,
+        arrived_at: float | None = None,
     ) -> Request:
         """Queue a request; a lower `priority` is more urgent.
 
+        Args:
+            on_output: Queued in `to_call_back` with each of its outputs.
+            arrived_at: When its caller asked; now if None.
+
         Raises:
             ValueError: The id belongs to an unfinished request, the prompt is empty, too long or
-                has ids outside the vocabulary, or the model cannot honour the parameters.
+                has ids outside the vocabulary, the model cannot honour the parameters, or there are
+                stop strings and no tokenizer.
         """
         if request_id in self._by_id:
             raise ValueError(
                 f"Request id {request_id!r} is in use; wait until that request has finished, abort"
                 " it, or choose another id."
             )
-        prompt = [int(token_id) for token_id in prompt_token_ids]
         params = params or SamplingParams()
-        check_request(self._model, request_id, prompt, params)
+        prompt = self.check_request(request_id, prompt_token_ids, params)
         number = next(self._numbers)
         request = Request(
             RequestKey(request_id, number),
@@ -96,11 +112,26 @@ class Scheduler:
             seed=random.getrandbits(63) if params.seed is None else params.seed,
             priority=priority,
             arrival=number,
-            arrived_at=time.perf_counter(),
+            arrived_at=time.perf_counter() if arrived_at is None else arrived_at,
+            on_output=on_output,
         )
+        if self._tokenizer is not None:
+            request.detokenizer = IncrementalDetokenizer(self._tokenizer, params)
         self._by_id[request_id] = request
         self._wait(request)
         return request
+
+    def check_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> list[int]:
+        """The prompt, as a list. From any thread.
+
+        Raises:
+            ValueError: As `add_request`, but for an id that is in use.
+        """
+        prompt = [int(token_id) for token_id in prompt_token_ids]
+        check_request(self._model, request_id, prompt, params, self._tokenizer is not None)
+        return prompt
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request in any state; its id is free at once, its slot when its last step is read.
@@ -111,7 +142,16 @@ class Scheduler:
         if request is None:
             return None
         self._finish(request, RequestStatus.FINISHED_ABORTED)
-        return request.output()
+        return self._output_of(request)
+
+    def fail_request(self, request_id: str, error: Exception) -> RequestOutput | None:
+        """As `abort_request`, with finish reason `"error"` and that cause."""
+        request = self._by_id.get(request_id)
+        if request is None:
+            return None
+        request.error = error
+        self._finish(request, RequestStatus.FINISHED_ERROR)
+        return self._output_of(request)
 
     def pause_request(self, request_id: str) -> bool:
         """Schedule no further step of a request; False if none of that id is unfinished.
@@ -140,6 +180,10 @@ class Scheduler:
     @property
     def unfinished_request_ids(self) -> tuple[str, ...]:
         return tuple(self._by_id)
+
+    def num_output_placeholders(self, request_id: str) -> int:
+        """Tokens of an unfinished request that are in flight."""
+        return self._by_id[request_id].num_output_placeholders
 
     @property
     def has_work(self) -> bool:
@@ -180,7 +224,7 @@ class Scheduler:
             elif model_runner_output.error is not None:
                 request.error = model_runner_output.error
                 self._finish(request, RequestStatus.FINISHED_ERROR)
-                outputs.append(request.output())
+                outputs.append(self._output_of(request))
             elif token_ids:
                 given = logprobs[row] if logprobs else None
                 outputs.append(self._append(request, token_ids, given))
@@ -270,11 +314,25 @@ class Scheduler:
             request.token_times.append(now)
             kept.append(token_id)
             status = request.status_after(token_id, self._model.eos_token_ids)
+            status = request.detokenize(token_id, status)
             if status.is_finished:
                 self._finish(request, status)
                 break
         self.stats.generated_tokens += len(kept)
-        return request.output(tuple(kept), tuple(logprobs or ())[: len(kept)])
+        return self._output_of(request, tuple(kept), tuple(logprobs or ())[: len(kept)])
+
+    def _output_of(
+        self,
+        request: Request,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> RequestOutput:
+        output = request.output(token_ids, logprobs)
+        if request.on_output is not None:
+            self.to_call_back.append((request, output))
+        if output.metrics is not None:
+            self.stats.count_request(output.metrics)
+        return output
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         if request.status is RequestStatus.WAITING:

@@ -30,6 +30,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from neuron_streams.decode.metrics import RecentLatencies, RequestMetrics
+
 __all__ = ["DecodeStats"]
 
 
@@ -40,7 +42,8 @@ class DecodeStats:
     `extra_tokens_dropped`: tokens computed for a request that had already ended, by a stop token
     found one step late or by an abort. `preemptions`: slots taken from a request that still needs
     one. `host_time` and `wait_time`: seconds the driving thread
-    spent in steps, at work and waiting for the device.
+    spent in steps, at work and waiting for the device. `time_to_first_token` and
+    `inter_token_latency`: seconds, of the requests that ended last.
     """
 
     async_steps: int = 0
@@ -53,6 +56,8 @@ class DecodeStats:
     preemptions: int = 0
     host_time: float = 0.0
     wait_time: float = 0.0
+    time_to_first_token: RecentLatencies = field(default_factory=RecentLatencies)
+    inter_token_latency: RecentLatencies = field(default_factory=RecentLatencies)
 
     @property
     def steps(self) -> int:
@@ -83,6 +88,12 @@ class DecodeStats:
         else:
             self.sync_fallback_steps += 1
             self.fallback_reasons[fallback_reason] += 1
+
+    def count_request(self, metrics: RequestMetrics) -> None:
+        """Take in the times of a request that has ended."""
+        if metrics.time_to_first_token is not None:
+            self.time_to_first_token.extend([metrics.time_to_first_token])
+            self.inter_token_latency.extend(metrics.inter_token_latencies)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
-from models.tokenizer import Detokenizer, Tokenizer
+from models.tokenizer import Tokenizer
+from neuron_streams.decode.detokenizer import IncrementalDecoder
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -52,7 +53,7 @@ def test_encoding_and_decoding_are_inverse(text):
 
 
 def pieces(tokenizer, ids):
-    stream = Detokenizer(tokenizer)
+    stream = IncrementalDecoder(tokenizer)
     return [*(stream.push(token) for token in ids), stream.flush()]
 
 
