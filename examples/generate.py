@@ -79,9 +79,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=48, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="for temperature > 0")
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end an answer there; repeatable"
-    )
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end there")
     parser.add_argument("--model", metavar="PATH_OR_ID", help="a Llama; default: SmolLM2-135M")
     parser.add_argument(
         "--async-scheduling",
@@ -120,9 +118,7 @@ def generate(options: argparse.Namespace) -> int:
         prompt_buckets={fitting(BUCKETS, size) for size in sizes},
     )
     model.warm_up(sampled=options.temperature > 0, progress=sys.stderr.isatty())
-    with DecodeLoop(
-        model, async_scheduling=options.async_scheduling, tokenizer=tokenizer
-    ) as loop:
+    with DecodeLoop(model, async_scheduling=options.async_scheduling, tokenizer=tokenizer) as loop:
         refused = 0
         accepted = {}
         for number, text in enumerate(texts):

@@ -82,7 +82,8 @@ class DecodeEngine:
             sampling_params: How to choose tokens, and when to stop.
             priority: Lower is more urgent.
             on_output: Called with each output on the engine's thread, ahead of the stream; it must
-                not wait. If it raises, the request ends, and the stream raises the same.
+                not wait. If it raises, the request ends, and the stream raises the same. Who needs
+                the callback alone drops the stream: one that is kept and not read fills up.
             max_queued: As the engine's, for this request.
 
         Raises:

@@ -72,7 +72,7 @@ class EngineCore:
     ) -> OutputQueue:
         now = time.perf_counter()
         token_ids = self.loop.scheduler.check_request(request_id, prompt, params)
-        queue = OutputQueue(request_id, max_queued, self.wake)
+        queue = OutputQueue(request_id, max_queued, self.wake, on_output is not None)
         with self._lock:
             self.check_open()
             bearer = self._by_id.get(request_id)
@@ -101,9 +101,9 @@ class EngineCore:
 
     def abandon(self, queue: OutputQueue) -> None:
         # Called by the garbage collector, perhaps by a thread that holds the lock.
+        queue.unread = True
         if not queue.ended:
-            queue.abandoned = True
-            self._inbox.put(partial(self._abort, queue))
+            self._inbox.put(partial(self._abort, queue) if queue.abandoned else _nothing)
 
     def set_paused(self, request_id: str, paused: bool) -> bool:
         with self._lock:
@@ -227,7 +227,9 @@ class EngineCore:
         self._stopping = True
 
     def _give(self, live: _Live, output: RequestOutput) -> None:
-        error = _call(live, output)
+        error = None if self._over else _call(live, output)
+        if error is not None and live.queue.unread:
+            logger.error("a callback of request %r failed: %r", output.request_id, error)
         if output.finished:
             # Whoever reads of the end may use the id again.
             self._forget(live)

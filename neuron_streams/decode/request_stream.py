@@ -36,14 +36,22 @@ class OutputQueue:
         request_id: Whose outputs.
         max_queued: Most outputs in it, but for one without tokens that tells of an abort or error.
         on_room: Called when a reader has emptied a full one to half; it must not wait.
+        has_callback: Its request goes on though nobody reads here.
     """
 
-    def __init__(self, request_id: str, max_queued: int, on_room: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        max_queued: int,
+        on_room: Callable[[], object],
+        has_callback: bool = False,
+    ) -> None:
         if max_queued < 1:
             raise ValueError(f"max_queued is {max_queued}; it must be 1 or more.")
         self.request_id = request_id
         self.max_queued = max_queued
-        self.abandoned = False
+        self.has_callback = has_callback
+        self.unread = False
         self._on_room = on_room
         self._outputs: deque[RequestOutput] = deque()
         self._changed = threading.Condition()
@@ -56,6 +64,11 @@ class OutputQueue:
         return len(self._outputs)
 
     @property
+    def abandoned(self) -> bool:
+        """Whether nobody wants its request any more."""
+        return self.unread and not self.has_callback
+
+    @property
     def ended(self) -> bool:
         """Whether nothing more will be put."""
         return self._ended
@@ -65,7 +78,7 @@ class OutputQueue:
         with self._changed:
             if self._ended:
                 return
-            if not self.abandoned:
+            if not self.unread:
                 self._outputs.append(output)
             if output.finished:
                 self._ended, self._error = True, _raisable(error or output.error)
@@ -91,7 +104,7 @@ class OutputQueue:
         """
         with self._changed:
             most = self.max_queued // 2 if self._full else self.max_queued - 1
-            self._full = len(self._outputs) + num_in_flight > most
+            self._full = len(self._outputs) + num_in_flight > most and not self.unread
             return self._full
 
     def get(self, deadline: float | None, check_may_wait: Callable[[], None]) -> RequestOutput:
@@ -185,7 +198,8 @@ class RequestStream(Iterator[RequestOutput], AsyncIterator[RequestOutput]):
     All outputs come, in order, the last one with its finish reason. After one of `"error"` the
     iterator raises the cause, where it would have ended. A stream that is dropped, closed or
     cancelled while it waits aborts its request, as in vLLM. Any thread and any event loop may
-    read; each output goes to one reader.
+    read; each output goes to one reader. To drop the stream of a request that has a callback is to
+    leave it to the callback: it goes on, and nothing is queued.
     """
 
     def __init__(self, queue: OutputQueue, owner: Owner, keep_alive: object) -> None:

@@ -1,5 +1,5 @@
-"""A tokenizer for the hash model's vocabulary: tokens of one or two bytes, few letters, so that stop
-strings are met; some tokens are pieces of one character, and no piece is a character by itself."""
+"""A tokenizer for the hash model's vocabulary, of few letters, so that stop strings are met. Some
+tokens are pieces of one character."""
 
 from __future__ import annotations
 
