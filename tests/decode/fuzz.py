@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from tests.decode.fake_streams import FakeStreams
 from tests.decode.harness import Results, check_idle, check_invariants, make_loop
 from tests.decode.hash_adjustments import VOCAB
 from tests.decode.hash_model import FakeHashModel, Sizes, reference, reference_logprobs
+from tests.decode.toy_tokenizer import ToyTokenizer, reference_text
 
 Name = tuple[str, int]
 SHORTEST_MODEL = 10
@@ -96,6 +97,22 @@ def make_script(seed: int, longest_prompt: int = 8) -> list[Scripted]:
             )
         )
     return sorted(script, key=lambda one: one.arrives_at)
+
+
+def with_stop_strings(script: list[Scripted], seed: int) -> list[Scripted]:
+    """The script, some of whose requests end at a string too."""
+    rng = random.Random(seed ^ 0x57)
+
+    def stop() -> str:
+        return "".join(rng.choice("aabb €") for _ in range(rng.randint(1, 4)))
+
+    for one in script:
+        one.params = replace(
+            one.params,
+            stop=[stop() for _ in range(rng.choice([0, 0, 1, 2]))],
+            include_stop_str_in_output=rng.random() < 0.3,
+        )
+    return script
 
 
 class Play:
@@ -190,8 +207,9 @@ def setting_of(seed: int) -> dict[str, Any]:
 def play(seed: int, *, fail: bool = False, **options: Any) -> tuple[Results, DecodeLoop]:
     """Run a script, check each request against the oracle, and give what came out."""
     setting = setting_of(seed)
+    options["tokenizer"] = ToyTokenizer()
     loop, model, streams = make_loop(FakeStreams(seed), **setting, **options)
-    script = make_script(seed, 9 if setting["chunks"] else 8)
+    script = with_stop_strings(make_script(seed, 9 if setting["chunks"] else 8), seed)
     if fail:
         model.fail_at = {random.Random(seed).randint(0, 30)}
     game = Play(script, loop, streams, seed)
@@ -201,11 +219,13 @@ def play(seed: int, *, fail: bool = False, **options: Any) -> tuple[Results, Dec
     assert model.executed == len(model.calls), "a submitted step never ran"
     for name, one in game.named.items():
         check_against_oracle(results, name, one, model)
+        check_text(results, name, one)
     return results, loop
 
 
 def check_against_oracle(results: Results, name: Name, one: Scripted, model: Sizes) -> None:
     want, reason = reference(one.prompt, one.params, model.max_length)
+    want, reason, *_ = reference_text(want, reason, one.params)
     if one.abort_after is not None and one.abort_after < len(want):
         want, reason = want[: one.abort_after], "abort"
     got = results.tokens[name]
@@ -219,6 +239,14 @@ def check_against_oracle(results: Results, name: Name, one: Scripted, model: Siz
     assert results.emissions[name] == len(got) + (reason == "abort")
 
 
+def check_text(results: Results, name: Name, one: Scripted) -> None:
+    """Of the tokens that came out: whether those are right is checked elsewhere."""
+    got, reason = results.tokens[name], results.reasons[name]
+    ended = "length" if results.stop_reasons[name] in one.params.stop else reason
+    _, want, text, stop_reason = reference_text(got, ended, one.params)
+    assert (reason, results.texts[name], results.stop_reasons[name]) == (want, text, stop_reason)
+
+
 def check_script(seed: int, variants: Sequence[dict[str, Any]] = VARIANTS) -> Counter[str]:
     """One script in some variants of the asynchronous loop, against the synchronous one.
 
@@ -229,7 +257,7 @@ def check_script(seed: int, variants: Sequence[dict[str, Any]] = VARIANTS) -> Co
     for options in variants:
         try:
             got, loop = play(seed, **options)
-            assert got.told == want.told
+            assert got == want
             if seed // 8 % 4 == 0:
                 failed, _ = play(seed, fail=True, **options)
                 met["failed"] += "error" in failed.reasons.values()
@@ -240,6 +268,7 @@ def check_script(seed: int, variants: Sequence[dict[str, Any]] = VARIANTS) -> Co
         met["dropped"] += loop.stats.extra_tokens_dropped
         met["preempted"] += loop.stats.preemptions
         met["logprobs"] += sum(map(len, got.logprobs.values()))
+        met["stopped"] += sum(isinstance(why, str) for why in got.stop_reasons.values())
         met["paused"] += any(one.pause_after is not None for one in make_script(seed))
     return met
 

@@ -22,26 +22,24 @@ from tests.decode.hash_model import FakeChunkModel, FakeHashModel, Sizes
 
 @dataclass
 class Results:
-    """Per request, in order of admission under its id: tokens, emissions and finish reason."""
+    """Per request, in order of admission under its id: what came of it."""
 
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     logprobs: dict[tuple[str, int], list[TokenLogprobs]] = field(default_factory=dict)
     emissions: Counter[tuple[str, int]] = field(default_factory=Counter)
     reasons: dict[tuple[str, int], str] = field(default_factory=dict)
     errors: dict[tuple[str, int], Exception] = field(default_factory=dict)
+    texts: dict[tuple[str, int], str] = field(default_factory=dict)
+    stop_reasons: dict[tuple[str, int], int | str | None] = field(default_factory=dict)
     admitted: Counter[str] = field(default_factory=Counter)
     ended: Counter[str] = field(default_factory=Counter)
     total: int = 0
-
-    @property
-    def told(self) -> tuple[Any, ...]:
-        """All that a caller can tell one run from another by."""
-        return self.tokens, self.logprobs, self.reasons, self.emissions
 
     def admit(self, request_id: str) -> tuple[str, int]:
         name = (request_id, self.admitted[request_id])
         self.admitted[request_id] += 1
         self.tokens[name] = []
+        self.texts[name] = ""
         return name
 
     def take(self, outputs: list[RequestOutput]) -> None:
@@ -53,11 +51,13 @@ class Results:
             if output.logprobs is not None:
                 assert len(output.logprobs) == len(output.new_token_ids)
                 self.logprobs.setdefault(name, []).extend(output.logprobs)
+            self.texts[name] += output.text
             self.emissions[name] += 1
             self.total += len(output.new_token_ids)
             assert output.num_output_tokens == len(self.tokens[name])
             if output.finish_reason is not None:
                 self.reasons[name] = output.finish_reason
+                self.stop_reasons[name] = output.stop_reason
                 if output.error is not None:
                     self.errors[name] = output.error
                 self.ended[output.request_id] += 1

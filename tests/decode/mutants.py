@@ -27,6 +27,7 @@ PACKAGE = HERE.parents[1] / "neuron_streams" / "decode"
 TESTS = ("gather", "failures", "preemption", "reports", "seed", "scheduler", "runner", "output")
 TESTS = (*TESTS, "loop", "batch", "request", "sampling_params", "admission", "logprobs")
 TESTS = (*TESTS, "sampling_reports")
+TESTS = (*TESTS, "detokenizer", "metrics", "streaming_reports", "request_stream", "engine")
 
 
 class Mutant(NamedTuple):
@@ -279,6 +280,129 @@ MUTANTS = {
         "queue", "            self._watch(step)\n        output", "        output"
     ),
     "a failed step stays in the queue": Mutant("queue", "        self._steps.popleft()\n", ""),
+    # Text and stop strings
+    "half a character is shown": Mutant(
+        "detokenizer", "if not text.endswith(_INCOMPLETE):", "if True:"
+    ),
+    "the window grows": Mutant("detokenizer", "if self._complete > _WINDOW:", "if False:"),
+    "junk is held for ever": Mutant(
+        "detokenizer", "if len(self._ids) - self._complete > _WINDOW:", "if False:"
+    ),
+    "no tail is held back": Mutant(
+        "detokenizer", "len(text) - self._stops.held(text)", "len(text)"
+    ),
+    "a stop string may end in old text": Mutant("detokenizer", "max(0, old - len(stop) + 1)", "0"),
+    "the last stop string wins": Mutant(
+        "detokenizer", "min(ends, default=None)", "max(ends, default=None)"
+    ),
+    "a stop string ends the request a token early": Mutant(
+        "detokenizer",
+        "self._num_tokens > self._heeds_after",
+        "self._num_tokens >= self._heeds_after",
+    ),
+    "what was held back is lost": Mutant(
+        "detokenizer", "self._held + self._decoder.flush()", "self._decoder.flush()"
+    ),
+    "half a character at the end is lost": Mutant(
+        "detokenizer", "self._held + self._decoder.flush()", "self._held"
+    ),
+    "a stop token is shown": Mutant(
+        "detokenizer", "if stop_terminated and not self._includes_stop:", "if False:"
+    ),
+    "a stop string ends nobody": Mutant(
+        "request",
+        "status if self.stop_string is None else RequestStatus.FINISHED_STOPPED",
+        "status",
+    ),
+    "a tokenizer's failure ends all": Mutant(
+        "request", "except Exception as error:", "except ZeroDivisionError as error:"
+    ),
+    "stop strings without a tokenizer": Mutant(
+        "request", "if params.stop and not has_tokenizer:", "if False:"
+    ),
+    # Callbacks
+    "a callback's failure is swallowed": Mutant(
+        "loop", "self._callback_errors.append(error)", "pass"
+    ),
+    "a callback's failure costs the outputs": Mutant(
+        "loop",
+        "            raise self._callback_errors.popleft()",
+        "            self._undelivered = []\n            raise self._callback_errors.popleft()",
+    ),
+    "a failed callback is called again": Mutant(
+        "loop", "                request.on_output = None\n", ""
+    ),
+    "a failed callback ends nobody": Mutant(
+        "loop", "if not request.status.is_finished:", "if False:"
+    ),
+    "a failure waits for a step that nobody makes": Mutant(
+        "loop", "self._undelivered or self._callback_errors", "self._undelivered"
+    ),
+    # The engine and its streams
+    "an abort by id alone": Mutant(
+        "engine_core",
+        "if live is not None and live.queue is queue:\n            del",
+        "if live is not None:\n            del",
+    ),
+    "an old stream aborts a new request": Mutant(
+        "engine_core", " or (queue is not None and queue is not bearer)", ""
+    ),
+    "no room for what is in flight": Mutant(
+        "engine_core", "live.queue.hold(in_flight)", "live.queue.hold(0)"
+    ),
+    "a pause that was asked for is forgotten": Mutant("engine_core", " or live.asked_to_pause", ""),
+    "the end is told before the id is free": Mutant(
+        "engine_core",
+        "            self._forget(live)\n            live.queue.put(output, error)",
+        "            live.queue.put(output, error)\n            self._forget(live)",
+    ),
+    "a dropped stream goes on": Mutant(
+        "engine_core", "partial(self._abort, queue) if queue.abandoned else _nothing", "_nothing"
+    ),
+    "a dropped stream is in the way": Mutant(
+        "engine_core", "if request_id in self._live:", "if False:"
+    ),
+    "streams do not hear of the failure": Mutant("engine_core", "queue.end(self._over)", "pass"),
+    "who drains does not hear of the failure": Mutant(
+        "engine_core", "future.set_exception(self._over)", "pass"
+    ),
+    "a callback is called after the end": Mutant("engine_core", "None if self._over else ", ""),
+    "a callback's failure is the loop's": Mutant(
+        "engine_core",
+        "        except Exception as error:\n            live.on_output = None",
+        "        except ZeroDivisionError as error:\n            live.on_output = None",
+    ),
+    "a callback may wait for itself": Mutant(
+        "engine_core", "if self.driver is threading.current_thread():", "if False:"
+    ),
+    "the thread's own stream": Mutant(
+        "engine_core",
+        "runner.streams.stream(runner.compute_stream)",
+        "torch.inference_mode(inference)",
+    ),
+    "full until one is free": Mutant(
+        "request_stream", "self.max_queued // 2 if self._full else ", ""
+    ),
+    "nobody is told of room": Mutant("request_stream", "self._on_room()", "pass"),
+    "an error passes for the end": Mutant(
+        "request_stream", "_raisable(error or output.error)", "(error or output.error)"
+    ),
+    "a cancelled reader's request goes on": Mutant(
+        "request_stream", "            self.close()\n            raise", "            raise"
+    ),
+    "tasks stay asleep": Mutant(
+        "request_stream", "wakers, self._wakers = self._wakers, []", "wakers: list = []"
+    ),
+    "threads stay asleep": Mutant("request_stream", "self._changed.notify_all()", "pass"),
+    "an unread queue fills up": Mutant("request_stream", " > most and not self.unread", " > most"),
+    "a closed stream keeps its outputs": Mutant(
+        "request_stream", "                self._outputs.clear()\n", ""
+    ),
+    "an output after the end": Mutant(
+        "request_stream",
+        "            if self._ended:\n                return\n",
+        "",
+    ),
 }
 CONTROL = Mutant("runner", "if req_ids == prev_req_ids:", "if req_ids == prev_req_ids:")
 QUICK = (

@@ -30,7 +30,7 @@ def test_scripts_reach_every_path() -> None:
     for seed in range(80):
         met.update(fuzz.check_script(seed, fuzz.in_turn(seed)))
     assert set(met) >= {"composition", "prefill", "reorder", "shape"}
-    assert min(met["dropped"], met["preempted"], met["paused"], met["failed"]) > 10
+    assert min(met["dropped"], met["preempted"], met["paused"], met["failed"], met["stopped"]) > 10
     assert met["async"] > 100
     assert met["logprobs"] > 100
 

@@ -215,6 +215,21 @@ def test_a_dropped_streams_id_is_free_at_once() -> None:
     check_rest(engine)
 
 
+def test_an_id_may_be_asked_for_while_its_stream_is_being_collected() -> None:
+    """By another thread, between the two halves of `abandon`."""
+    engine, _, _ = make_engine()
+    stream = engine.add_request("a", [1], limited(20))
+    turns(engine, 3)
+    stream._queue.unread = True
+    again = engine.add_request("a", [5], limited(3, seed=2))
+    engine.turn()
+    del stream
+    gc.collect()
+    run(engine)
+    assert tokens_of(list(again)) == oracle([5], limited(3, seed=2))
+    check_rest(engine)
+
+
 def test_a_stream_dropped_after_its_end_asks_nothing_of_the_engine() -> None:
     engine, _, _ = make_engine()
     stream = engine.add_request("a", [1], limited(2))
