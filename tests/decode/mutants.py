@@ -473,7 +473,7 @@ def _tests_pass() -> bool:
 
     files = [str(HERE / f"test_{name}.py") for name in TESTS]
     plugins = ["-p", "no:cacheprovider", "-p", "no:randomly"]
-    return pytest.main([*files, "-x", "-q", *plugins]) == 0
+    return pytest.main([*files, "-x", "-q", "-m", "not slow", *plugins]) == 0
 
 
 def check(mutant: Mutant) -> str:

@@ -148,6 +148,7 @@ def test_bytes_that_are_no_text_come_out_and_a_character_after_them_is_whole() -
     assert shown + "".join(decoder.push(token) for token in end) == INCOMPLETE * 17 + "€a"
 
 
+@pytest.mark.slow
 def test_a_loop_takes_the_tokenizers_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -622,6 +622,7 @@ def test_the_thread_runs_on_the_loops_stream_and_in_its_makers_modes() -> None:
     assert seen == [(mine, True, False)] * 2
 
 
+@pytest.mark.slow
 def test_on_a_runtime_with_threads_of_its_own() -> None:
     with use_runtime(EmulatedRuntime()):
         model = CompiledHashModel(neuron_streams.compile, "neuron:1", num_slots=4)

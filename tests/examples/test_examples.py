@@ -88,6 +88,24 @@ def test_generate_refuses_a_prompt_and_goes_on_with_the_others():
     assert "Paris" in said.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_generate_ends_an_answer_at_a_stop_string():
+    said = run("examples/generate.py", "Name three primary colors.", "--stop", "Red", timeout=500)
+    assert said.stdout.startswith("> Name three primary colors.\n")
+    assert "primary colors are" in said.stdout
+    assert "Red" not in said.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_serve_ends_the_quick_before_the_slow():
+    lines = run("examples/serve.py", timeout=500).stdout.splitlines()
+    assert [line.split()[2] for line in lines[:3]].index("slow") == 2
+    assert "Paris" in "".join(lines)
+    assert lines[3].startswith("between tokens: p50 ")
+
+
 @pytest.mark.gpu
 def test_decode_loop_on_a_gpu():
     import torch
