@@ -143,19 +143,19 @@ class Request:
         self, new_token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprobs, ...] = ()
     ) -> RequestOutput:
         """What to tell the caller now; the text in it is told once."""
-        text = ""
+        text, reason = "", self.status.finish_reason
         if self.detokenizer is not None:
-            text = self.detokenizer.get_next_output_text(self.status.is_finished)
+            text = self.detokenizer.get_next_output_text(reason is not None)
         return RequestOutput(
             self.request_id,
             new_token_ids,
             len(self.output_token_ids),
-            self.status.finish_reason,
+            reason,
             self.error,
             None if self.params.logprobs is None else logprobs,
             text,
-            self.stop_reason,
-            self.metrics,
+            self.stop_reason if reason else None,
+            self.metrics if reason else None,
         )
 
 

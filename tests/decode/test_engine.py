@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import random
 import signal
@@ -334,7 +333,6 @@ def test_a_callback_alone_needs_no_stream(caplog: pytest.LogCaptureFixture) -> N
     run(engine)
     assert len(heard) == 2, "nobody reads the stream, and it is there"
     del stream
-    gc.collect()
     run(engine)
     assert tokens_of(heard) == oracle([1], limited(8))
     engine.add_request("b", [1], limited(8), on_output=lambda _: 1 // 0)
@@ -581,7 +579,6 @@ def test_an_engine_that_is_dropped_leaves_no_thread() -> None:
     list(engine.add_request("a", [1], limited(3)))
     driver, kept = engine._core.driver, weakref.ref(engine)
     del engine
-    gc.collect()
     assert kept() is None
     driver.join(60)
     assert not driver.is_alive()

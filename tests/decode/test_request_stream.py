@@ -190,7 +190,6 @@ def test_a_stream_that_is_given_up_aborts_its_request(how: str) -> None:
         with pytest.raises(RuntimeError, match="^The stream of request 'a' was closed"):
             stream.result()
     del stream
-    gc.collect()
     launched = len(model.calls)
     run(engine)
     assert len(model.calls) <= launched
@@ -208,7 +207,6 @@ def test_a_dropped_streams_id_is_free_at_once() -> None:
     stream = engine.add_request("a", [1], limited(20))
     turns(engine, 3)
     del stream
-    gc.collect()
     again = engine.add_request("a", [5], limited(3, seed=2))
     run(engine)
     assert tokens_of(list(again)) == oracle([5], limited(3, seed=2))
@@ -224,7 +222,6 @@ def test_an_id_may_be_asked_for_while_its_stream_is_being_collected() -> None:
     again = engine.add_request("a", [5], limited(3, seed=2))
     engine.turn()
     del stream
-    gc.collect()
     run(engine)
     assert tokens_of(list(again)) == oracle([5], limited(3, seed=2))
     check_rest(engine)
@@ -235,13 +232,11 @@ def test_a_stream_dropped_after_its_end_asks_nothing_of_the_engine() -> None:
     stream = engine.add_request("a", [1], limited(2))
     run(engine)
     del stream
-    gc.collect()
     assert engine._core._inbox.empty()
 
 
 def test_a_stream_keeps_its_engine() -> None:
     stream = make_engine()[0].add_request("a", [1], limited(2))
-    gc.collect()
     assert isinstance(stream._keep_alive, DecodeEngine)
     run(stream._keep_alive)
     assert len(tokens_of(list(stream))) == 2
