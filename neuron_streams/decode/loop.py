@@ -339,9 +339,11 @@ class DecodeLoop:
             if output.error is not None:
                 logger.error("a step failed, and its requests with it: %r", output.error)
             self._step_error = output.error
-            trace = self.runner.trace
-            with nullcontext() if trace is None else trace.updating(scheduler_output):
-                return self.scheduler.update_from_output(scheduler_output, output)
+        # A step of which some requests have heard and some not cannot be taken again.
+        trace = self.runner.trace
+        updating = nullcontext() if trace is None else trace.updating(scheduler_output)
+        with self._ending_on(BaseException), updating:
+            return self.scheduler.update_from_output(scheduler_output, output)
 
     @contextmanager
     def _ending_on(self, kind: type[BaseException]) -> Iterator[None]:

@@ -6,6 +6,7 @@ The numbers are those of the project's list of reports, as in test_reports.py.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -170,6 +171,25 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(options: dict[str, Any]) 
     assert ends["1"].finish_reason == "length"
     drive(loop, model)
     assert len(list(loop.generate([other], limited(3, 2)))) == 3, "and the loop goes on"
+
+
+@modes
+def test_an_interrupt_in_the_middle_of_a_step_ends_the_loop(options: dict[str, Any]) -> None:
+    class Interrupted(ToyTokenizer):
+        def decode(self, token_ids: Sequence[int], /) -> str:
+            raise KeyboardInterrupt
+
+    loop, _, _ = make_loop(tokenizer=Interrupted(), **options)
+    loop.add_request("a", [1], limited(5))
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            steps(loop, 6)
+    assert loop.scheduler.unfinished_request_ids == ()
+
+
+def steps(loop: DecodeLoop, count: int) -> None:
+    for _ in range(count):
+        loop.step()
 
 
 # Callbacks
