@@ -298,4 +298,7 @@ class RequestStream(Iterator[RequestOutput], AsyncIterator[RequestOutput]):
             raise RuntimeError(f"The stream of request {self.request_id!r} was closed.")
         token_ids = [token for output in self._gathered for token in output.new_token_ids]
         text = "".join(output.text for output in self._gathered)
-        return replace(self._last, new_token_ids=tuple(token_ids), text=text)
+        logprobs = None
+        if self._last.logprobs is not None:
+            logprobs = tuple(each for output in self._gathered for each in output.logprobs or ())
+        return replace(self._last, new_token_ids=tuple(token_ids), text=text, logprobs=logprobs)

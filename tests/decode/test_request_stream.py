@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from neuron_streams.decode import DecodeEngine, RequestOutput, RequestStream
+from neuron_streams.decode import DecodeEngine, RequestOutput, RequestStream, SamplingParams
 from neuron_streams.decode.request_stream import OutputQueue
 from tests.decode.engines import (
     check_rest,
@@ -146,6 +146,17 @@ def test_the_result_is_all_that_has_not_been_read() -> None:
     assert (result.finish_reason, result.num_output_tokens) == ("length", 6)
     assert result.metrics is not None
     assert stream.result() == result, "again"
+
+
+def test_the_result_has_the_log_probabilities_of_its_tokens() -> None:
+    engine, _, _ = make_engine()
+    params = SamplingParams(max_tokens=6, seed=0, ignore_eos=True, logprobs=1)
+    stream = engine.add_request("a", [1], params)
+    run(engine)
+    result = stream.result()
+    assert result.logprobs is not None
+    pairs = zip(result.new_token_ids, result.logprobs, strict=True)
+    assert [token in each for token, each in pairs] == [True] * 6
 
 
 def test_a_result_in_time_or_later_loses_nothing() -> None:
