@@ -61,7 +61,8 @@ class Step(nn.Module):
     def __init__(self, kind: str, weights: Weights, max_length: int) -> None:
         super().__init__()
         *how, choice, phase = kind.split("_")
-        self.layers = _LAYERS[(*how, phase)](weights, max_length)
+        parts = (*how, phase)
+        self.layers = _LAYERS[parts](weights, max_length)
         self.chooser = CHOOSERS[choice]()
         self.keeps, self.gathers = phase == "prefill", how == ["gathered"]
         kept = tuple(SAMPLING_TABLES) if self.keeps else ()
