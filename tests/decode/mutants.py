@@ -318,7 +318,7 @@ MUTANTS = {
         "request", "except Exception as error:", "except ZeroDivisionError as error:"
     ),
     "stop strings without a tokenizer": Mutant(
-        "request", "if params.stop and not has_tokenizer:", "if False:"
+        "admission", "if params.stop and not has_tokenizer:", "if False:"
     ),
     # Callbacks
     "a callback's failure is swallowed": Mutant(

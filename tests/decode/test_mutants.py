@@ -7,9 +7,17 @@ import sys
 
 import pytest
 
+from tests.decode import mutants
+
 
 @pytest.mark.timeout(300)
 def test_the_tests_notice_a_broken_guard() -> None:
     command = [sys.executable, "-m", "tests.decode.mutants", "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_guard_that_is_broken_is_there() -> None:
+    for name, mutant in mutants.MUTANTS.items():
+        source = (mutants.PACKAGE / f"{mutant.module}.py").read_text()
+        assert source.count(mutant.old) == 1, name
