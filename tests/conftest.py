@@ -1,6 +1,7 @@
 """What every test shares: one thread per kernel, and no runtime left over from another test."""
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -26,3 +27,7 @@ def _fresh_runtime():
     if made is not None:
         made.close(5.0)
     replace(before)
+
+
+# A shell starts what it puts into the background with Ctrl-C ignored, and children inherit it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
