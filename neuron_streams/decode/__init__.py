@@ -16,6 +16,7 @@ the parts are public for those who build a loop of their own.
     pending.py    what is pending between the steps of a runner
     output.py     tokens on their way to the host, and the output thread
     queue.py      launched steps whose tokens have not been handed out
+    outbox.py     what no step has given yet, and callbacks that are due
     loop.py       what drives all of it
     generate.py   prompts in, an iterator out
     engine.py     a thread that drives a loop for callers on other threads

@@ -46,7 +46,7 @@ def _outputs_of(loop: DecodeLoop, ids: set[str]) -> Iterator[RequestOutput]:
         while ids and loop.has_unfinished_requests():
             outputs = loop.step()
             # Another iterator's, or the caller's own: left for their next step.
-            loop._undelivered += [out for out in outputs if out.request_id not in ids]
+            loop._outbox.outputs += [out for out in outputs if out.request_id not in ids]
             for output in outputs:
                 if output.request_id in ids:
                     if output.finished:
@@ -54,7 +54,7 @@ def _outputs_of(loop: DecodeLoop, ids: set[str]) -> Iterator[RequestOutput]:
                     yield output
         ids = set()  # what is left is paused, and not ours to abort
         if not loop.scheduler.unfinished_request_ids:
-            loop._undelivered = loop.drain()
+            loop._outbox.outputs = loop.drain()
     finally:
         for request_id in ids:
             loop.scheduler.abort_request(request_id)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
@@ -18,6 +17,7 @@ from neuron_streams.decode.detokenizer import Tokenizer
 from neuron_streams.decode.gather import GatherRunner
 from neuron_streams.decode.generate import generate
 from neuron_streams.decode.model import Model
+from neuron_streams.decode.outbox import Outbox
 from neuron_streams.decode.output import OutputHandler, Streams, resolve_streams
 from neuron_streams.decode.queue import BatchQueue
 from neuron_streams.decode.request import RequestOutput
@@ -89,8 +89,7 @@ class DecodeLoop:
             stats=self.stats,
             before_read=self.batch_queue.before_read,
         )
-        self._undelivered: list[RequestOutput] = []
-        self._callback_errors: deque[Exception] = deque()
+        self._outbox = Outbox(self.scheduler.to_call_back)
         self._failure: BaseException | None = None
         self._step_error: Exception | None = None
         self._closed = False
@@ -146,14 +145,14 @@ class DecodeLoop:
         """
         output = self.scheduler.abort_request(request_id)
         if output is not None:
-            self._undelivered.append(output)
+            self._outbox.outputs.append(output)
         return output is not None
 
     def fail_request(self, request_id: str, error: Exception) -> bool:
         """As `abort_request`, with finish reason `"error"` and that cause."""
         output = self.scheduler.fail_request(request_id, error)
         if output is not None:
-            self._undelivered.append(output)
+            self._outbox.outputs.append(output)
         return output is not None
 
     def pause_request(self, request_id: str) -> bool:
@@ -173,8 +172,7 @@ class DecodeLoop:
 
         A paused request alone gives it nothing to do.
         """
-        told = not (self._undelivered or self._callback_errors)
-        return bool(self.scheduler.has_work or self.batch_queue or not told)
+        return bool(self.scheduler.has_work or self.batch_queue or self._outbox)
 
     def step(self) -> list[RequestOutput]:
         """Launch a step if one is due, and give the tokens that have arrived, if any.
@@ -192,9 +190,9 @@ class DecodeLoop:
         """
         self._check_open("step")
         with self.stats.stepping():
-            self._undelivered += self.step_with_batch_queue()
-            self._call_back()
-        return self._deliver()
+            self._outbox.outputs += self.step_with_batch_queue()
+            self._outbox.call_back(self.fail_request)
+        return self._outbox.take()
 
     def step_with_batch_queue(self) -> list[RequestOutput]:
         """Fill the batch queue, then block on its oldest step; a queue of one is synchronous."""
@@ -247,9 +245,9 @@ class DecodeLoop:
         while self.batch_queue:
             if deadline is not None:
                 self.batch_queue.wait_for_oldest(deadline)
-            self._undelivered += self._retire_oldest()
-        self._call_back()
-        return self._deliver()
+            self._outbox.outputs += self._retire_oldest()
+        self._outbox.call_back(self.fail_request)
+        return self._outbox.take()
 
     def trace(self, max_steps: int = 1000) -> StepTrace:
         """A recorder of what each step does and when, while it is entered.
@@ -281,7 +279,7 @@ class DecodeLoop:
         except Exception as error:
             logger.warning("the decode loop was closed all the same after %r", error)
         self._closed = True
-        for untold in self._callback_errors:
+        for untold in self._outbox.errors:
             logger.error("a callback failed, and the loop was closed: %r", untold)
         self.scheduler.fail_all()
         self.batch_queue.clear()
@@ -294,26 +292,6 @@ class DecodeLoop:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _call_back(self) -> None:
-        due = self.scheduler.to_call_back
-        while due:
-            request, output = due.popleft()
-            if request.on_output is None:
-                continue
-            try:
-                request.on_output(output)
-            except Exception as error:
-                request.on_output = None
-                self._callback_errors.append(error)
-                if not request.status.is_finished:
-                    self.fail_request(request.request_id, error)
-
-    def _deliver(self) -> list[RequestOutput]:
-        if self._callback_errors:
-            raise self._callback_errors.popleft()
-        outputs, self._undelivered = self._undelivered, []
-        return outputs
 
     def _launch(self) -> bool:
         # Once a step is scheduled it must run: an interrupt in between ends the loop too.

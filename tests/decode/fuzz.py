@@ -173,8 +173,8 @@ class Play:
         self.loop.abort_request(request_id)
         self.paused.discard(request_id)
         # Its id is free at once: whoever waits for it may come now.
-        self.results.take(self.loop._undelivered)
-        self.loop._undelivered.clear()
+        self.results.take(self.loop._outbox.outputs)
+        self.loop._outbox.outputs.clear()
 
     def pause(self, request_id: str) -> None:
         if self.loop.pause_request(request_id):

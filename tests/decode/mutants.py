@@ -27,7 +27,15 @@ PACKAGE = HERE.parents[1] / "neuron_streams" / "decode"
 TESTS = ("gather", "failures", "preemption", "reports", "seed", "scheduler", "runner", "output")
 TESTS = (*TESTS, "loop", "batch", "request", "sampling_params", "admission", "logprobs")
 TESTS = (*TESTS, "sampling_reports")
-TESTS = (*TESTS, "detokenizer", "metrics", "streaming_reports", "request_stream", "engine")
+TESTS = (
+    *TESTS,
+    "outbox",
+    "detokenizer",
+    "metrics",
+    "streaming_reports",
+    "request_stream",
+    "engine",
+)
 
 
 class Mutant(NamedTuple):
@@ -321,22 +329,20 @@ MUTANTS = {
         "admission", "if params.stop and not has_tokenizer:", "if False:"
     ),
     # Callbacks
-    "a callback's failure is swallowed": Mutant(
-        "loop", "self._callback_errors.append(error)", "pass"
-    ),
+    "a callback's failure is swallowed": Mutant("outbox", "self.errors.append(error)", "pass"),
     "a callback's failure costs the outputs": Mutant(
-        "loop",
-        "            raise self._callback_errors.popleft()",
-        "            self._undelivered = []\n            raise self._callback_errors.popleft()",
+        "outbox",
+        "            raise self.errors.popleft()",
+        "            self.outputs = []\n            raise self.errors.popleft()",
     ),
     "a failed callback is called again": Mutant(
-        "loop", "                request.on_output = None\n", ""
+        "outbox", "                request.on_output = None\n", ""
     ),
     "a failed callback ends nobody": Mutant(
-        "loop", "if not request.status.is_finished:", "if False:"
+        "outbox", "if not request.status.is_finished:", "if False:"
     ),
     "a failure waits for a step that nobody makes": Mutant(
-        "loop", "self._undelivered or self._callback_errors", "self._undelivered"
+        "outbox", "self.outputs or self.errors", "self.outputs"
     ),
     # The engine and its streams
     "an abort by id alone": Mutant(
