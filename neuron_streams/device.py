@@ -161,8 +161,9 @@ def synchronize(device: DeviceLike = None) -> None:
     """
     found = context()
     index = index_of(device)
-    for state in list(found.states.values()):
-        if state.device == index:
+    # A list at once: other threads make streams and drop them meanwhile.
+    for state in [ref() for ref in found.states.valuerefs()]:
+        if state is not None and state.device == index:
             state.flush()
     runtime = found.runtime
     told = found.told.setdefault(index, {})
@@ -178,7 +179,7 @@ def synchronize(device: DeviceLike = None) -> None:
         if alive is not None:
             alive.seen = max(alive.seen, last.value)
     for lane in set(told).difference(runtime.lanes(index)):
-        del told[lane]
+        told.pop(lane, None)
     raise_first(failures)
 
 

@@ -301,6 +301,35 @@ def test_who_waits_holds_neither_the_gil_nor_a_lock(name, worker):
         assert done == [name]
 
 
+@pytest.mark.parametrize("worker", ["native", "python"])
+def test_a_device_is_waited_for_while_streams_come_and_go(worker):
+    before, wrong = sys.getswitchinterval(), []
+
+    def work():
+        try:
+            for _ in range(100):
+                streams = [neuron_streams.Stream() for _ in range(10)]
+                for s in streams:
+                    with neuron_streams.stream(s):
+                        neuron_streams._sleep(0)
+                neuron_streams.synchronize()
+        except Exception as error:
+            wrong.append(error)
+
+    with use_runtime(EmulatedRuntime(1, worker=worker)):
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        sys.setswitchinterval(1e-5)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(before)
+        neuron_streams.synchronize()
+    assert wrong == []
+
+
 def test_two_threads_wait_for_each_other():
     with use_runtime(EmulatedRuntime(1)):
         a, b = neuron_streams.Stream(), neuron_streams.Stream()

@@ -178,7 +178,8 @@ class Lanes(Runtime):
             return [x.id for x in self._lanes.values() if x.device == device and not x.host]
 
     def submitted(self, lane: int) -> int:
-        return self._lanes[lane].submitted
+        found = self._lanes.get(lane)
+        return 0 if found is None else found.submitted
 
     def completed(self, lane: int) -> int:
         found = self._lanes.get(lane)

@@ -160,7 +160,8 @@ class NativeWorkers:
         return [lane.id for lane in lanes if lane.device == device and not lane.host]
 
     def submitted(self, lane: int) -> int:
-        return self._lanes[lane].counters[1]
+        found = self._lanes.get(lane)
+        return 0 if found is None else found.counters[1]
 
     def completed(self, lane: int) -> int:
         found = self._lanes.get(lane)

@@ -296,7 +296,8 @@ class Runtime(Protocol):
     def complete(self, ticket: Ticket, error: BaseException | None = None) -> None:
         """Keep the pledges of a host lane up to `ticket`, or break them with an error."""
 
-    def submitted(self, lane: int) -> int: ...
+    def submitted(self, lane: int) -> int:
+        """How many commands the lane was given; 0 if it was closed and has done them all."""
 
     def lanes(self, device: int) -> Sequence[int]:
         """The lanes open on a device, those of the host left out."""

@@ -289,6 +289,17 @@ def test_a_closed_lane_with_failures_is_kept_until_they_are_asked_for(runtime):
     assert lane not in runtime.lanes(0)
 
 
+def test_a_lane_that_is_gone_has_nothing_left_to_do(runtime):
+    lane = runtime.open_lane(0)
+    runtime.wait(runtime.submit(lane, Marker()))
+    runtime.close_lane(lane)
+    runtime.open_lane(0)
+    assert lane not in runtime.lanes(0)
+    assert runtime.submitted(lane) == 0
+    assert runtime.completed(lane) > 0
+    runtime.wait(Ticket(lane, 1))
+
+
 def test_memory_is_counted_while_it_lives(runtime):
     number, size = runtime.ledger(1).read()
     buffer = runtime.allocate(1, 1000)
