@@ -37,6 +37,8 @@ class _SpellOut(TorchFunctionMode):
         given = kwargs or {}
         moves = func is torch.Tensor.to and len(args) > 1
         device = args[1] if moves else given.get("device")
+        if device is None and func in _READERS and not torch.compiler.is_compiling():
+            device = _default_below()
         if isinstance(device, str | torch.device) and device in (_NAME, torch.device(_NAME)):
             if moves:
                 args = (args[0], _current(), *args[2:])
@@ -46,6 +48,14 @@ class _SpellOut(TorchFunctionMode):
 
 
 _NAME = "neuron"
+# Where these put a tensor they ask below Python; others leave that to the kernel.
+_READERS = (torch.tensor, torch.as_tensor, torch.asarray)
+
+
+def _default_below() -> torch.device | None:
+    """Torch's default device if its mode is at the bottom, where it has its say after ours."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return modes[0].device if modes and isinstance(modes[0], DeviceContext) else None
 
 
 def _current() -> torch.device:
@@ -67,7 +77,9 @@ def follow(device: int) -> None:
     kept = [mode for mode in modes if mode is not _mode]
     wanted = kept
     if device != 0:
-        above = 1 if kept and isinstance(kept[0], DeviceContext) else 0
+        # Torch leaves a context that it entered in Python by looking for it at the bottom, but
+        # `with torch.device(...)`, entered in C, by popping whatever is on top.
+        above = 1 if kept and hasattr(kept[0], "old_device") else 0
         wanted = [*kept[:above], _mode, *kept[above:]]
     if wanted != modes:
         for _ in modes:

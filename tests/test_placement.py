@@ -124,6 +124,30 @@ def test_a_default_device_of_torch_stays_at_the_bottom():
         assert modes() == ["_SpellOut"]
 
 
+def test_a_device_of_torch_is_left_behind_whole():
+    with torch.device("meta"):
+        ns.set_device(1)
+        assert torch.empty(2).is_meta
+    assert modes() == ["_SpellOut"]
+    assert HOST.to("neuron").get_device() == 1
+    with torch.device("meta"):
+        ns.set_device(0)
+    assert modes() == []
+
+
+def test_torchs_default_device_follows():
+    torch.set_default_device("neuron")
+    try:
+        for index in (1, 0):
+            ns.set_device(index)
+            assert torch.get_default_device() == torch.device("neuron", index)
+            for made in (torch.empty(2), torch.tensor([1.0]), torch.as_tensor([1.0])):
+                assert made.get_device() == index
+            assert torch.tensor([1.0], device="cpu").is_cpu
+    finally:
+        torch.set_default_device(None)
+
+
 def test_dynamo_sees_through_it():
     with ns.device(1):
         step = torch.compile(lambda x: torch.sin(x) + x.to("cpu"), backend="eager", fullgraph=True)
