@@ -66,7 +66,8 @@ def compile(  # noqa: A001  (torch spells it so)
     name = name or getattr(function, "__name__", type(function).__name__).lower()
     examples = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
     names = (mutates,) if isinstance(mutates, str) else tuple(mutates)
-    return Executable(*build(function, examples, names, name, target))
+    with torch.device("cpu"):  # the user may have torch default to the device
+        return Executable(*build(function, examples, names, name, target))
 
 
 class Executable:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from neuron_streams import memory
+from neuron_streams._runtime.cpu import HOST
 from neuron_streams.context import index_of
 from neuron_streams.errors import UnsupportedError
 from neuron_streams.stream import as_stream
@@ -70,10 +71,10 @@ def _like(
     """An empty host tensor laid out as torch would lay out a copy."""
     size, stride = source._view.size, source._view.stride
     if memory_format in (None, torch.preserve_format) and stride == memory.contiguous(size):
-        return torch.empty(size, dtype=dtype)
+        return torch.empty(size, dtype=dtype, device=HOST)
     shape = torch.empty_strided(size, stride, device="meta")
     kept = torch.empty_like(shape, memory_format=memory_format or torch.preserve_format)
-    return torch.empty_strided(kept.shape, kept.stride(), dtype=dtype)
+    return torch.empty_strided(kept.shape, kept.stride(), dtype=dtype, device=HOST)
 
 
 def _local_scalar_dense(source: NeuronTensor) -> bool | int | float | complex:

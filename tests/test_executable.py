@@ -248,6 +248,20 @@ def test_save_and_load_are_there(tmp_path, add):
     assert loaded(torch.ones(2, 3), torch.ones(3)).cpu().tolist() == [[2, 2, 2]] * 2
 
 
+def test_torchs_default_device_may_be_ours(tmp_path):
+    neuron_streams.init()
+    torch.set_default_device("neuron")
+    try:
+        host = torch.ones(4, device="cpu")
+        triple = compile(lambda x: x * 3 + torch.ones(4), (host,))
+        triple.save(tmp_path / "triple")
+        for exe in (triple, Executable.load(tmp_path / "triple")):
+            assert exe(host).tolist() == [4.0] * 4
+            assert exe(torch.tensor([1.0] * 4)).tolist() == [4.0] * 4
+    finally:
+        torch.set_default_device(None)
+
+
 def test_a_sparse_tensor_is_refused(add):
     with pytest.raises(
         ValueError, match=r"^add: input 'x' is torch.sparse_coo. Give it x.to_dense"

@@ -22,7 +22,9 @@ from neuron_streams._runtime.port import (
     View,
 )
 
-__all__ = ["blame", "prepare", "run", "settle", "tensor_of"]
+__all__ = ["HOST", "blame", "prepare", "run", "settle", "tensor_of"]
+
+HOST = torch.device("cpu")  # said each time: the user may have torch default to another device
 
 
 def tensor_of(view: View) -> torch.Tensor:
@@ -30,7 +32,7 @@ def tensor_of(view: View) -> torch.Tensor:
     buffer = view.buffer
     if buffer.storage is None:
         buffer.storage = torch.UntypedStorage(buffer.nbytes)  # type: ignore[no-untyped-call]
-    empty = torch.empty(0, dtype=view.dtype)
+    empty = torch.empty(0, dtype=view.dtype, device=HOST)
     return empty.set_(buffer.storage, view.offset, view.size, view.stride)
 
 
