@@ -3,7 +3,8 @@
 Pageable host memory is read at the call, before `copy_` returns, so the caller may change it at
 once: a fresh device buffer, which no command has named yet, is written on the spot; any other goes
 through a command of the current stream. Pinned host memory (`tensor.pin_memory()`) is read when the
-stream gets there, as in CUDA. A copy to the host is always a command.
+stream gets there, as in CUDA. Copies to the host are commands where the memory is pinned, as what
+`to("cpu", non_blocking=True)` makes is; into pageable memory the host copies and waits, as in CUDA.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import weakref
 
 import torch
 
-from neuron_streams._runtime.cpu import tensor_of
+from neuron_streams._runtime.cpu import HOST, tensor_of
 from neuron_streams._runtime.ledger import Ledger
-from neuron_streams._runtime.port import Buffer, Copy, View
+from neuron_streams._runtime.port import Buffer, Copy, Ticket, View
 from neuron_streams.context import context, raise_first
 from neuron_streams.device import check_sync
 from neuron_streams.stream import current_stream
@@ -94,19 +95,31 @@ def from_host(source: torch.Tensor, device: int) -> View:
 def to_host(view: View, out: torch.Tensor, non_blocking: bool) -> None:
     """Copy a view into host memory.
 
-    Host: `non_blocking` returns at once; else waits for the view's own writer, then copies. Stream:
-    the current one of the view's device copies if `non_blocking`, else nobody: what is queued there
-    has nothing to do with the view.
+    Host: `non_blocking` into pinned memory returns at once; else waits. Stream: the current one of
+    the view's device copies into pinned memory, since queued copies may still read it. Pageable
+    memory the host fills itself once the view's own writer is done: what else is queued has nothing
+    to do with either.
     """
-    buffer = view.buffer
-    if non_blocking:
-        command = Copy(view, out, name="copy to host")
-        current_stream(buffer.device)._submit(command, reads=(buffer,))
+    buffer, queued = view.buffer, is_pinned(out)
+    if not non_blocking:
+        check_sync()
+    if not (queued and non_blocking):
+        wait_for(buffer)
+    if not queued:
+        with torch.no_grad():
+            out.copy_(tensor_of(view))
         return
-    check_sync()
-    wait_for(buffer)
-    with torch.no_grad():
-        out.copy_(tensor_of(view))
+    command = Copy(view, out, name="copy to host")
+    ticket = current_stream(buffer.device)._submit(command, reads=(buffer,))
+    if not non_blocking:
+        _finish(ticket)
+
+
+def _finish(ticket: Ticket) -> None:
+    """Wait for a copy and raise what it failed with."""
+    runtime = context().runtime
+    runtime.wait(ticket)
+    raise_first(runtime.failures(ticket, ticket.value - 1))
 
 
 def copy_into(target: View, source: torch.Tensor, non_blocking: bool) -> None:
@@ -121,26 +134,29 @@ def copy_into(target: View, source: torch.Tensor, non_blocking: bool) -> None:
         write_fresh(target, source)
         return
     else:
-        kept = torch.empty(source.shape, dtype=target.dtype).copy_(source.detach())
+        kept = torch.empty(source.shape, dtype=target.dtype, device=HOST).copy_(source.detach())
     command = Copy(kept, target, name="copy from host")
     ticket = current_stream(buffer.device)._submit(command, writes=(buffer,))
     if not non_blocking:
         check_sync()
-        context().runtime.wait(ticket)
-        raise_first(context().runtime.failures(ticket, ticket.value - 1))
+        _finish(ticket)
 
 
 def copy_between(target: View, source: View) -> None:
     """Copy a view into another, on the current stream of the target's device.
 
-    Between devices the copy starts behind the current stream of the source's device, too.
+    Between devices the copy starts behind the current stream of the source's device, too, and what
+    is submitted there afterwards, which may overwrite the source, starts behind the copy.
     Host: returns at once. Stream: copies.
     """
     stream = current_stream(target.buffer.device)
-    if source.buffer.device != target.buffer.device:
-        stream.wait_stream(current_stream(source.buffer.device))
     command = Copy(source, target, name="copy")
-    stream._submit(command, reads=(source.buffer,), writes=(target.buffer,))
+    if source.buffer.device == target.buffer.device:
+        stream._submit(command, reads=(source.buffer,), writes=(target.buffer,))
+        return
+    giver = current_stream(source.buffer.device)
+    stream.wait_stream(giver)
+    giver._state.wait(stream._submit(command, reads=(source.buffer,), writes=(target.buffer,)))
 
 
 def wait_for(buffer: Buffer) -> None:

@@ -337,6 +337,42 @@ def test_a_blocking_read_waits_for_its_own_stream_only(streams, device, hold):
     release()
 
 
+BUSY = 20_000_000  # what `_sleep` keeps a stream busy with, so that a copy which waits shows
+
+
+def test_a_copy_into_pageable_memory_is_there_when_it_returns(streams, device):
+    x, there = torch.ones(4).to(device), torch.zeros(4)
+    y = torch.zeros(4).to(device)
+    streams._sleep(BUSY)
+    y.copy_(x)
+    there.copy_(y, non_blocking=True)
+    assert there.tolist() == [1.0] * 4
+
+
+def test_a_blocking_copy_into_pinned_memory_keeps_its_place(streams, device):
+    x, y = torch.full((4,), 7.0).to(device), torch.zeros(4).to(device)
+    staging = torch.ones(4).pin_memory()
+    streams.synchronize()
+    streams._sleep(BUSY)
+    y.copy_(staging, non_blocking=True)
+    staging.copy_(x)
+    assert staging.tolist() == [7.0] * 4
+    assert y.tolist() == [1.0] * 4
+
+
+def test_a_copy_to_another_device_keeps_its_place_on_both(streams, device):
+    if streams.device_count() < 2:
+        pytest.skip("one device")
+    x, zeros = torch.ones(4).to(f"{device}:0"), torch.zeros(4).pin_memory()
+    streams.synchronize()
+    with streams.device(1):
+        streams._sleep(BUSY)
+    y = x.to(f"{device}:1", non_blocking=True)
+    x.copy_(zeros, non_blocking=True)
+    assert y.tolist() == [1.0] * 4
+    assert x.tolist() == [0.0] * 4
+
+
 def test_host_memory_may_change_after_a_copy_from_it(streams, device, hold):
     s, x = streams.Stream(), torch.zeros(3).to(device)
     streams.synchronize()
