@@ -5,6 +5,8 @@ A file of its own because lanes in Python and lanes in C must not be told apart 
 
 from __future__ import annotations
 
+import threading
+
 from neuron_streams._runtime.port import Command, Pledge, Ticket
 
 __all__ = [
@@ -14,8 +16,10 @@ __all__ = [
     "cancelled",
     "closed",
     "describe",
+    "may_wait",
     "not_of_the_host",
     "timed_out",
+    "worker",
 ]
 
 FORGOTTEN = (1 << 63) - 1  # a closed lane has completed whatever it was given
@@ -46,6 +50,25 @@ def closed(runtime: str) -> RuntimeError:
         f"the {runtime} runtime of neuron_streams is closed, so it takes no more "
         "commands; streams of a closed runtime cannot be used again"
     )
+
+
+class _Thread(threading.local):
+    here = False
+
+
+worker = _Thread()  # `here`: the calling thread runs commands
+
+
+def may_wait(inside: bool = False) -> None:
+    """Refuse a wait by who is waited for: a worker, or a thread `inside` the runtime's lock.
+
+    The garbage collector runs destructors of users on any thread, between any two lines.
+    """
+    if inside or worker.here:
+        raise RuntimeError(
+            "wait: this destructor was run in the middle of the device's own work, which could not "
+            "go on while it waits; synchronize before the object is dropped"
+        )
 
 
 def not_of_the_host(ticket: Ticket) -> ValueError:

@@ -26,6 +26,7 @@ from neuron_streams._runtime.complaints import (
     cancelled,
     closed,
     describe,
+    may_wait,
     not_of_the_host,
     timed_out,
 )
@@ -237,6 +238,7 @@ class Lanes(Runtime):
         return entry.ticket
 
     def wait_for_room(self, lane: int) -> None:
+        may_wait(self._is_inside())
         with self._lock:
             found = self._lanes.get(lane)
             while found is not None and self._devices[found.device].full and not self._closed:
@@ -376,6 +378,7 @@ class Lanes(Runtime):
         lane = self._lanes.get(ticket.lane)
         if lane is None or lane.completed >= ticket.value:
             return
+        may_wait(self._is_inside())
         waiter = threading.Lock()
         waiter.acquire()
         with self._lock:
@@ -390,6 +393,11 @@ class Lanes(Runtime):
                 self._stop_waiting(lane, waiter)
         if not done and lane.completed < ticket.value:
             raise timed_out(timeout, ticket, lane.completed, self._describe_head(lane))
+
+    def _is_inside(self) -> bool:
+        """Whether the calling thread holds the lock already."""
+        inside: bool = self._lock._is_owned()  # type: ignore[attr-defined]
+        return inside
 
     def _stop_waiting(self, lane: _Lane, waiter: threading.Lock) -> None:
         with self._lock:

@@ -28,8 +28,10 @@ from neuron_streams._runtime.complaints import (
     cancelled,
     closed,
     describe,
+    may_wait,
     not_of_the_host,
     timed_out,
+    worker,
 )
 from neuron_streams._runtime.cpu import blame, run, settle
 from neuron_streams._runtime.ledger import Ledger
@@ -103,8 +105,8 @@ class NativeWorkers:
         self._keys = itertools.count(1)
         self._messages = Messages()
         self._servers: list[threading.Thread] = []
-        self._lock = threading.Lock()
-        self._host_lock = threading.Lock()
+        self._lock = threading.RLock()  # a destructor inside may submit, or open a Gate
+        self._host_lock = threading.RLock()
         self._given_up: dict[int, Command] = {}  # still running when the end came
         self._closed = False
 
@@ -233,6 +235,7 @@ class NativeWorkers:
         return value
 
     def wait_for_room(self, lane: int) -> None:
+        may_wait()
         self._library.wait_for_room(self._runtime, lane, SLICE)
 
     def complete(self, ticket: Ticket, error: BaseException | None = None) -> None:
@@ -263,6 +266,7 @@ class NativeWorkers:
     def _serve(self) -> None:
         told = (ctypes.c_int64 * 6)()
         entry = None
+        worker.here = True
         with torch.inference_mode():
             while entry := self._library.next(self._runtime, entry, told):
                 key, lane, value, idle, failed, message = told
@@ -303,6 +307,7 @@ class NativeWorkers:
         end = None if timeout is None else time.monotonic() + timeout
         wait = self._library.wait
         while found.counters[0] < value:
+            may_wait()
             left = _left(end)
             if left <= 0:
                 raise timed_out(timeout, ticket, found.counters[0], self._head(lane))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from neuron_streams._runtime.complaints import worker
 from neuron_streams._runtime.cpu import prepare
 from neuron_streams._runtime.lanes import Entry, Lanes
 from neuron_streams._runtime.port import Unit
@@ -65,7 +66,7 @@ class PythonWorkers(Lanes):
         bell.acquire()
         entry: Entry | None = None
         error: BaseException | None = None
-        called = True
+        called = worker.here = True
         with torch.inference_mode():
             while True:
                 over: list[threading.Lock] = []

@@ -175,6 +175,21 @@ def test_a_failure_poisons_what_depends_on_it_and_nothing_else(runtime):
     assert runtime.failures(last, since=2) == ()
 
 
+def test_a_destructor_in_the_middle_of_a_command_cannot_hang_the_device(runtime):
+    if runtime.name == "manual":
+        pytest.skip("its waits run commands themselves")
+    log, lane, held = [], runtime.open_lane(0), pledge(runtime)
+    behind = runtime.submit(runtime.open_lane(0), execute(log, "behind"), [held])
+    waits = execute(log, "waits", action=lambda: runtime.wait(behind, 30))
+    last = runtime.submit(lane, waits)
+    runtime.wait(last)
+    (failure,) = runtime.failures(last)
+    assert str(failure.error).startswith("wait: this destructor was run in the middle")
+    runtime.complete(held)
+    runtime.wait(behind)
+    assert log == ["waits", "behind"]
+
+
 def test_a_full_overwrite_cures(runtime):
     log, lane = [], runtime.open_lane(0)
     buffer = Buffer(0, 8)

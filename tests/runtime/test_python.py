@@ -54,3 +54,14 @@ def test_a_wait_ends_although_the_next_command_cannot_be_prepared(workers: Pytho
     workers.wait(second, 30)
     (failure,) = workers.failures(second)
     assert failure.ticket == second
+
+
+def test_a_destructor_inside_the_lock_cannot_hang_the_device(workers: PythonWorkers) -> None:
+    lane, held = workers.open_lane(0), threading.Event()
+    first = workers.submit(lane, Execute(Handle(held.wait), (), ()))
+    waits = (lambda: workers.wait(first, 30), lambda: workers.wait_for_room(lane))
+    for wait in waits:  # as the garbage collector may run one between any two lines there
+        with workers._lock, pytest.raises(RuntimeError, match="^wait: this destructor"):
+            wait()
+    held.set()
+    workers.wait(first, 30)
