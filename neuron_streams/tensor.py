@@ -19,6 +19,7 @@ from neuron_streams import memory
 from neuron_streams._runtime.port import View
 from neuron_streams.context import context, index_of
 from neuron_streams.errors import UnsupportedError
+from neuron_streams.stream import current_stream, stream
 
 __all__ = ["NeuronTensor"]
 
@@ -186,16 +187,21 @@ class NeuronTensor(torch.Tensor):
 
 
 class _Move(torch.autograd.Function):
-    """To another device, and its gradient back."""
+    """To another device, and its gradient back, on the streams of the way there.
+
+    As in torch.cuda; a thread of autograd has the default streams.
+    """
 
     @staticmethod
     def forward(ctx: Any, source: NeuronTensor, index: int) -> NeuronTensor:
-        ctx.index = source.get_device()
+        ctx.streams = current_stream(index), current_stream(source.get_device())
         return _moved(source, index)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.to(torch.device("neuron", ctx.index)), None
+        giver, taker = ctx.streams
+        with stream(giver), stream(taker):
+            return grad.to(taker.device), None
 
 
 def _form(tensor: NeuronTensor) -> tuple[object, ...]:

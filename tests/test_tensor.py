@@ -153,6 +153,22 @@ def test_a_move_to_another_device_keeps_the_gradient():
             assert not leaf.to("neuron").to("neuron:1").requires_grad
 
 
+def test_the_gradient_of_a_move_takes_the_streams_of_the_way_there(monkeypatch):
+    monkeypatch.setenv("NEURON_STREAMS_IMPLICIT_WAITS", "0")
+    with use_runtime(ManualRuntime(2)), torch.inference_mode(False), torch.enable_grad():
+        here, there = neuron_streams.Stream(0), neuron_streams.Stream(1)
+        x = torch.ones(2).to("neuron:0").requires_grad_()
+        with neuron_streams.stream(here), neuron_streams.stream(there):
+            y = x.to("neuron:1")
+            grad = torch.zeros(2).to("neuron:1")
+            grad.copy_(torch.ones(2).pin_memory().to("neuron:1", non_blocking=True))
+            y.backward(grad)
+        with neuron_streams.stream(here):
+            out = x.grad.to("cpu", non_blocking=True)
+        here.synchronize()
+        assert out.tolist() == [1.0, 1.0]
+
+
 def test_modules_move_between_devices():
     linear = torch.nn.Linear(2, 2)
     weight = linear.weight.detach().clone()
