@@ -22,6 +22,7 @@ _CACHED = "Renamed in torch long ago; use {}."
 _RAW = "Use torch.empty(..., device='neuron')."
 _GREEN = "Use NeuronStream(priority=...): the cores of a device cannot be divided."
 _OURS = "Ours, put in its place at the first use: below Python there is one device and no stream."
+_MEMORY = "Ours, put in its place at the first use: below Python there is no allocator."
 
 # fmt: off
 CUDA: _Rows = (
@@ -186,24 +187,16 @@ ACCELERATOR: _Rows = (
     ("current_stream", "modified", "(device=None, /)", _OURS),
     ("set_stream", "modified", "(stream)", _OURS),
     ("synchronize", "modified", "(device=None, /)", _OURS),
-    ("empty_cache", "absent", "()", "torch raises; use neuron_streams.empty_cache()."),
-    ("empty_host_cache", "absent", "()", "torch 2.13 crashes; nothing is cached, so leave it out."),
-    ("get_memory_info", "absent", "(device_index=None, /)",
-     "torch raises; use neuron_streams.mem_get_info()."),
-    ("max_memory_allocated", "absent", "(device_index=None, /)",
-     "torch raises; use the function of that name here."),
-    ("max_memory_reserved", "absent", "(device_index=None, /)",
-     "torch raises; use the function of that name here."),
-    ("memory_allocated", "absent", "(device_index=None, /)",
-     "torch raises; use the function of that name here."),
-    ("memory_reserved", "absent", "(device_index=None, /)",
-     "torch raises; use the function of that name here."),
-    ("memory_stats", "absent", "(device_index=None, /)",
-     "torch raises; use the function of that name here."),
-    ("reset_accumulated_memory_stats", "absent", "(device_index=None, /)",
-     "torch raises; use the function of that name here."),
-    ("reset_peak_memory_stats", "absent", "(device_index=None, /)",
-     "torch raises; use the function of that name here."),
+    ("empty_cache", "modified", "()", _MEMORY),
+    ("empty_host_cache", "modified", "()", _MEMORY),
+    ("get_memory_info", "modified", "(device_index=None, /)", _MEMORY),
+    ("max_memory_allocated", "modified", "(device_index=None, /)", _MEMORY),
+    ("max_memory_reserved", "modified", "(device_index=None, /)", _MEMORY),
+    ("memory_allocated", "modified", "(device_index=None, /)", _MEMORY),
+    ("memory_reserved", "modified", "(device_index=None, /)", _MEMORY),
+    ("memory_stats", "modified", "(device_index=None, /)", _MEMORY),
+    ("reset_accumulated_memory_stats", "modified", "(device_index=None, /)", _MEMORY),
+    ("reset_peak_memory_stats", "modified", "(device_index=None, /)", _MEMORY),
     ("Graph", "absent", "(keep_graph=False, *, pool=None, capture_error_mode='default')",
      "torch raises. " + _GRAPHS),
 )

@@ -56,6 +56,23 @@ def test_synchronize_waits():
         torch.accelerator.synchronize(1)
 
 
+def test_memory_of_the_accelerator_is_ours():
+    torch.accelerator.reset_peak_memory_stats(1)
+    before = torch.accelerator.memory_allocated(1)
+    x = torch.empty(1000, dtype=torch.uint8, device="neuron:1")
+    assert torch.accelerator.memory_allocated("neuron:1") == before + x.nbytes
+    with ns.device(1):
+        assert torch.accelerator.memory.max_memory_allocated() == before + x.nbytes
+        assert torch.accelerator.memory_stats() == ns.memory_stats(1)
+    assert torch.accelerator.memory_reserved(1) == torch.accelerator.max_memory_reserved(1)
+    torch.accelerator.reset_accumulated_memory_stats(1)
+    assert ns.memory_stats(1)["allocation.all.allocated"] == 0
+    assert torch.accelerator.get_memory_info(1)[1] == ns.mem_get_info(1)[1]
+    assert torch.accelerator.empty_cache() is torch.accelerator.empty_host_cache() is None
+    with pytest.raises(ValueError, match="^Expected a neuron device, but got: cpu"):
+        torch.accelerator.memory_allocated("cpu")
+
+
 def test_what_is_of_another_accelerator_is_refused():
     for call in (torch.accelerator.current_stream, torch.accelerator.synchronize):
         with pytest.raises(ValueError, match="^Expected a neuron device, but got: cpu"):
