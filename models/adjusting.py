@@ -29,7 +29,7 @@ class Table(NamedTuple):
     def rows(self, number: int, vocab_size: int) -> Tensor:
         """So many neutral ones."""
         size = (number, vocab_size) if self.wide else (number,)
-        return torch.full(size, self.neutral, dtype=self.dtype)
+        return torch.full(size, self.neutral, dtype=self.dtype, device="cpu")
 
 
 TABLES = {
@@ -48,13 +48,17 @@ TABLES = {
 def empty_tables(num_slots: int, vocab_size: int) -> dict[str, Tensor]:
     """All tables, neutral, and `token_counts`, int32 [2, slots, vocab]: of prompt and output."""
     tables = {name: table.rows(num_slots, vocab_size) for name, table in TABLES.items()}
-    return tables | {"token_counts": torch.zeros(2, num_slots, vocab_size, dtype=torch.int32)}
+    return tables | {
+        "token_counts": torch.zeros(2, num_slots, vocab_size, dtype=torch.int32, device="cpu")
+    }
 
 
 def neutral(rows: int, vocab_size: int) -> Adjustments:
     """The adjustments of rows that ask for none."""
     fields = {table.field: table.rows(rows, vocab_size) for table in TABLES.values()}
-    return Adjustments(num_logprobs=torch.full((rows,), -1, dtype=torch.int32), **fields)
+    return Adjustments(
+        num_logprobs=torch.full((rows,), -1, dtype=torch.int32, device="cpu"), **fields
+    )
 
 
 class Admit(nn.Module):

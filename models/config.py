@@ -95,11 +95,14 @@ class LlamaConfig:
 
     def rotations(self, length: int) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every rotation, float32 [length, head_dim] each."""
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64).float() / self.head_dim
+        exponents = (
+            torch.arange(0, self.head_dim, 2, dtype=torch.int64, device="cpu").float()
+            / self.head_dim
+        )
         frequencies = 1.0 / self.rope_theta**exponents
         if self.rope_scaling is not None:
             frequencies = _stretch(frequencies, self.rope_scaling)
-        angles = torch.arange(length).float()[:, None] * frequencies
+        angles = torch.arange(length, device="cpu").float()[:, None] * frequencies
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos(), angles.sin()
 

@@ -119,7 +119,7 @@ class Weights(nn.Module):
 
 
 def _parameter(dtype: torch.dtype, *size: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
+    return nn.Parameter(torch.empty(size, dtype=dtype, device="cpu"), requires_grad=False)
 
 
 def norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -228,7 +228,10 @@ class Llama:
         inputs = {name: _ints(rows) for name in step.inputs}
         if step.keeps:
             inputs["input_ids"] = _ints(rows, size)
-            inputs |= {name: torch.zeros(rows, dtype=d) for name, d in SAMPLING_TABLES.values()}
+            inputs |= {
+                name: torch.zeros(rows, dtype=d, device="cpu")
+                for name, d in SAMPLING_TABLES.values()
+            }
         return inputs
 
     def _empty_state(self) -> dict[str, Tensor]:
@@ -243,7 +246,7 @@ def _note(slots: set[int], numbers: Sequence[int], wanted: Sequence[bool]) -> No
 
 
 def _ints(*size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.int32)
+    return torch.zeros(size, dtype=torch.int32, device="cpu")
 
 
 def _buckets(name: str, wanted: Iterable[int], limit: int, *, cut: bool) -> tuple[int, ...]:

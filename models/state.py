@@ -23,7 +23,7 @@ def empty_state(
         *(config.num_key_value_heads, max_length, config.head_dim),
     )
     # Zeros, since attention multiplies what it masks by 0, and 0 times garbage may be NaN.
-    state = {"kv_cache": torch.zeros(size, dtype=dtype)}
+    state = {"kv_cache": torch.zeros(size, dtype=dtype, device="cpu")}
     for name, (_, table) in SAMPLING_TABLES.items():
-        state[name] = torch.zeros(num_slots, dtype=table)
-    return state | {"last_sampled": torch.zeros(num_slots, dtype=torch.int32)}
+        state[name] = torch.zeros(num_slots, dtype=table, device="cpu")
+    return state | {"last_sampled": torch.zeros(num_slots, dtype=torch.int32, device="cpu")}

@@ -34,7 +34,7 @@ def weights(
     with torch.no_grad():
         for parameter in made.parameters():
             spread = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
-            noise = torch.randn(parameter.shape, generator=generator) * spread
+            noise = torch.randn(parameter.shape, generator=generator, device="cpu") * spread
             parameter.copy_(noise if parameter.dim() > 1 else 1.0 + noise)
         made.embedding.mul_(config.hidden_size**0.5)
     return made

@@ -178,7 +178,7 @@ class InputBatch:
             _float32([p.temperature for p in params]),
             _int32([p.top_k for p in params]),
             _float32([p.top_p for p in params]),
-            torch.tensor([state.seed for state in self.states], dtype=torch.int64),
+            torch.tensor([state.seed for state in self.states], dtype=torch.int64, device="cpu"),
             self._adjustments() if any(p.adjusts for p in params) else None,
         )
 
@@ -196,8 +196,8 @@ class InputBatch:
     def _adjustments(self) -> Adjustments:
         states = self.states
         params = [state.params for state in states]
-        logit_bias = torch.zeros(len(states), self.vocab_size)
-        stop_mask = torch.zeros(len(states), self.vocab_size, dtype=torch.bool)
+        logit_bias = torch.zeros(len(states), self.vocab_size, device="cpu")
+        stop_mask = torch.zeros(len(states), self.vocab_size, dtype=torch.bool, device="cpu")
         for row, p in enumerate(params):
             bias = p.logit_bias or {}
             logit_bias[row, list(bias)] = _float32(list(bias.values()))
@@ -221,8 +221,8 @@ def bucket_of(buckets: Sequence[int], size: int) -> int:
 
 
 def _float32(values: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32)
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 def _int32(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+    return torch.tensor(values, dtype=torch.int32, device="cpu")

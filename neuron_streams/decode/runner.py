@@ -204,8 +204,8 @@ class ModelRunner:
         if req_ids == prev_req_ids:
             return future, False
         prev_row = {key: row for row, key in enumerate(prev_req_ids)}
-        index = torch.arange(input_ids.shape[0], dtype=torch.int32)
-        index[: len(req_ids)] = torch.tensor([prev_row[key] for key in req_ids])
+        index = torch.arange(input_ids.shape[0], dtype=torch.int32, device="cpu")
+        index[: len(req_ids)] = torch.tensor([prev_row[key] for key in req_ids], device="cpu")
         return self.model.remap(future, index), True
 
     def _execute_model_forward(self, model_input: ModelInput) -> Sampled | Exception:
