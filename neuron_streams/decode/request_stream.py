@@ -136,16 +136,16 @@ class OutputQueue:
         """
         loop = asyncio.get_running_loop()
         while True:
+            # Taken under the same lock: another reader may take what is ready now.
             with self._changed:
                 if self._ready:
-                    break
+                    try:
+                        return self._take()
+                    except StopIteration:
+                        raise StopAsyncIteration from None
                 future = loop.create_future()
                 self._wakers.append(partial(_wake, loop, future))
             await future
-        try:
-            return self._take()
-        except StopIteration:
-            raise StopAsyncIteration from None
 
     @property
     def _ready(self) -> bool:

@@ -335,6 +335,24 @@ def test_an_error_reaches_the_task() -> None:
     asyncio.run(main())
 
 
+def test_a_reader_whose_output_another_has_taken_waits_for_the_next() -> None:
+    queue, _ = make_queue()
+
+    class Stolen(threading.Condition):
+        """Another reader is there as soon as the lock is free."""
+
+        def __exit__(self, *args: Any) -> None:
+            super().__exit__(*args)
+            queue._outputs.clear()
+
+    async def main() -> None:
+        queue.put(output(1))
+        queue._changed = Stolen()
+        assert (await queue.get_async()).num_output_tokens == 1
+
+    asyncio.run(main())
+
+
 def test_a_reader_whose_event_loop_is_gone_breaks_nothing() -> None:
     engine, _, _ = make_engine()
     stream = engine.add_request("a", [1], limited(4))
