@@ -20,7 +20,7 @@ from models.layers import materialise
 __all__ = ["Sampler", "greedy", "philox", "uniform"]
 
 _GAP = 104.0  # exp(-104) is 0 in float32
-_STEPS = 13  # of a quarter each: to 2e-6, less than what rounding does to a logit
+_STEPS = 13  # of a quarter each: to 1.5e-8 of the widest gap, less than its own rounding
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIER = 0xD256D193
@@ -74,8 +74,10 @@ class Sampler(nn.Module):
 
         Temperature first, then top-k (0: off), then top-p (1.0: off) on what top-k left, then
         min-p, as in Hugging Face transformers. Tokens as likely as the last one kept are kept too.
+        The likeliest is always kept; where all are excluded they are all as likely.
         """
-        gap = logits.amax(-1, keepdim=True) - logits
+        best = logits.amax(-1, keepdim=True)
+        gap = torch.where(logits == best, 0.0, best - logits)  # infinite less infinite is NaN
         gap = gap / torch.where(temperature > 0, temperature, 1.0)[:, None]
         mass = torch.exp(-gap)
         last = self.search(gap, torch.ones_like(gap), top_k.to(torch.float32))
@@ -102,10 +104,12 @@ class Search(nn.Module):
             weight: float32 [rows, vocab].
             enough: float32 [rows].
         """
-        low, high = torch.full_like(enough, -1.0), torch.full_like(enough, _GAP)
+        # Of the row's own width: a high temperature brings all gaps close to 0.
+        high = torch.where(gap <= _GAP, gap, 0.0).amax(-1)
+        low = high * -0.01
         for step in self.steps:
             low, high = step(gap, weight, enough, low, high)
-        return high
+        return high.clamp(min=0.0)  # where so little is enough that it is rounded to nothing
 
 
 class _Narrow(nn.Module):
@@ -123,10 +127,7 @@ class _Narrow(nn.Module):
 
 
 def _draw(mass: Tensor, draw: Tensor) -> Tensor:
-    """Invert the distribution function: the first index whose cumulative mass exceeds the draw.
-
-    The last index where a row has no mass at all, since every token was excluded.
-    """
+    """Invert the distribution function: the first index whose cumulative mass exceeds the draw."""
     cumulative = mass.cumsum(-1)
     index = (cumulative <= (draw * cumulative[:, -1])[:, None]).long().sum(-1)
     return index.clamp(max=mass.shape[-1] - 1).to(torch.int32)

@@ -81,6 +81,30 @@ def test_a_top_k_of_one_and_a_tiny_top_p_are_greedy():
     assert draw(logits, temperature=1e-4, draws=200).unique().tolist() == [likeliest]
 
 
+@pytest.mark.parametrize("top_p", [1e-30, 1e-44, 1e-50])  # the last is 0 in float32
+def test_however_tiny_a_top_p_the_likeliest_is_kept(top_p):
+    logits = torch.randn(50)
+    assert draw(logits, top_p=top_p, draws=200).unique().tolist() == [int(logits.argmax())]
+
+
+@pytest.mark.parametrize("temperature", [1e3, 1e6, 1e30])
+def test_a_high_temperature_leaves_top_k_as_many(temperature):
+    logits = torch.randperm(5000, generator=torch.Generator().manual_seed(3)).float()[None] / 100
+    for top_k in (1, 2, 1024, 4999):
+        mass = SAMPLER.mass(
+            logits, torch.tensor([temperature]), torch.tensor([top_k]), torch.ones(1)
+        )
+        assert int((mass > 0).sum()) == top_k
+    mass = SAMPLER.mass(logits, torch.tensor([temperature]), torch.zeros(1), torch.tensor([0.1]))
+    assert abs(int((mass > 0).sum()) - 500) < 30
+
+
+def test_an_infinite_logit_is_the_likeliest():
+    logits = torch.randn(50)
+    logits[[7, 9]] = torch.inf
+    assert draw(logits, draws=200).unique().tolist() == [7, 9]
+
+
 def test_temperature_zero_is_greedy_whatever_the_rest_says():
     logits = torch.randn(64, 30)
     result = SAMPLER(
