@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class SamplingParams:
         max_tokens: Most tokens to generate, at least 1. Capped where prompt and output together
             would not fit the model's `max_length`; the finish reason is then `"length"` too.
         temperature: 0 is greedy.
-        top_k: Keep the k likeliest tokens; 0 keeps all.
+        top_k: Keep the k likeliest tokens; 0 keeps all. It must fit 32 bits.
         top_p: Keep the likeliest tokens up to this mass, in (0, 1].
         seed: Of the request's own random stream, 64 bits; None draws one at admission.
         stop_token_ids: Tokens that end the request, as the model's end-of-sequence tokens do. The
@@ -66,8 +66,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}) or None)
+        stop_token_ids = tuple(_whole("stop_token_ids", each) for each in self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
+        bias = {_whole("logit_bias", key): by for key, by in (self.logit_bias or {}).items()}
+        object.__setattr__(self, "logit_bias", bias or None)
+        for name in ("max_tokens", "top_k", "seed", "logprobs", "min_tokens"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else _whole(name, value))
         self._check_choice()
         self._check_adjustments()
         self._check_end()
@@ -99,13 +104,16 @@ class SamplingParams:
     def _check_choice(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be 1 or more.")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        if not 0 <= self.temperature <= FLOAT32_MAX:  # as NaN is not
             raise ValueError(
                 f"temperature is {self.temperature}; it must be a finite number, 0 or more"
                 " (0 is greedy)."
             )
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}; it must be 0 (off) or more.")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(
+                f"top_k is {self.top_k}; it must be 0 (off) or more, and fit a signed 32-bit"
+                " integer."
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off).")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
@@ -142,3 +150,11 @@ class SamplingParams:
             )
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop is {self.stop!r}; it must be strings, none of them empty.")
+
+
+def _whole(name: str, value: int) -> int:
+    # Later, in a tensor or a slice, another type would end the loop for all.
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} has {value!r}; it must be a whole number, an int.") from None

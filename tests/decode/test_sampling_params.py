@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from neuron_streams.decode import SamplingParams
@@ -16,7 +17,16 @@ from neuron_streams.decode.sampling_params import FLOAT32_MAX
         ({"temperature": -0.1}, "^temperature is -0.1; it must be a finite number"),
         ({"temperature": float("nan")}, "^temperature is nan"),
         ({"temperature": float("inf")}, "^temperature is inf"),
+        ({"temperature": 1e39}, "^temperature is 1e\\+39"),
         ({"top_k": -1}, "^top_k is -1; it must be 0"),
+        ({"top_k": 2**31}, "^top_k is 2147483648; .* fit a signed 32-bit"),
+        ({"top_k": 2.5}, "^top_k has 2.5; it must be a whole number"),
+        ({"max_tokens": 4.5}, "^max_tokens has 4.5"),
+        ({"min_tokens": 1.0}, "^min_tokens has 1.0"),
+        ({"logprobs": 2.0}, "^logprobs has 2.0"),
+        ({"seed": "1"}, "^seed has '1'"),
+        ({"stop_token_ids": (1.0,)}, "^stop_token_ids has 1.0"),
+        ({"logit_bias": {"3": 1.0}}, "^logit_bias has '3'"),
         ({"top_p": 0.0}, "^top_p is 0.0; it must be above 0"),
         ({"top_p": 1.1}, "^top_p is 1.1"),
         ({"seed": 2**63}, "^seed is 9223372036854775808; it must fit"),
@@ -48,6 +58,12 @@ def test_what_is_out_of_range_is_refused(options: dict[str, Any], message: str) 
 def test_the_ends_of_the_ranges_are_taken() -> None:
     SamplingParams(min_p=1, logprobs=20, min_tokens=16, repetition_penalty=FLOAT32_MAX)
     SamplingParams(logit_bias={3: -math.inf, 4: FLOAT32_MAX}, presence_penalty=-FLOAT32_MAX)
+    SamplingParams(temperature=FLOAT32_MAX, top_k=2**31 - 1)
+
+
+def test_whole_numbers_of_other_types_become_ints() -> None:
+    params = SamplingParams(top_k=np.int64(3), stop_token_ids=(True,), logit_bias={np.int32(4): 1})
+    assert repr((params.top_k, params.stop_token_ids, params.logit_bias)) == "(3, (1,), {4: 1})"
 
 
 def test_defaults_are_greedy_and_adjust_nothing() -> None:
