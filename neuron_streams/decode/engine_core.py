@@ -56,6 +56,7 @@ class EngineCore:
         self._live: dict[str, _Live] = {}
         self._nearly_full: set[_Live] = set()
         self._stopping = False
+        self._turning = False
         # Such modes are a thread's own, and the model may have been made in one.
         self._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
@@ -71,7 +72,7 @@ class EngineCore:
         max_queued: int,
     ) -> OutputQueue:
         now = time.perf_counter()
-        token_ids = self.loop.scheduler.check_request(request_id, prompt, params)
+        token_ids = self.loop.scheduler.check_request(request_id, prompt, params, priority)
         queue = OutputQueue(request_id, max_queued, self.wake, on_output is not None)
         with self._lock:
             self.check_open()
@@ -142,8 +143,11 @@ class EngineCore:
     def check_may_wait(self) -> None:
         if self.driver is None:
             raise RuntimeError("Nothing drives this engine, so waiting would not end; call turn().")
-        if self.driver is threading.current_thread():
-            raise RuntimeError("A callback must not wait for the engine that is calling it.")
+        self.check_no_callback("wait for")
+
+    def check_no_callback(self, what: str) -> None:
+        if self._turning and self.driver in (None, threading.current_thread()):
+            raise RuntimeError(f"A callback must not {what} the engine that is calling it.")
 
     def end(self, error: Exception) -> tuple[str, ...]:
         """Let `error` reach every stream, every waiter and every later call."""
@@ -177,6 +181,13 @@ class EngineCore:
 
     def turn(self, *, wait: bool) -> bool:
         """Do what was asked and run one step, or if there is none wait; False once stopped."""
+        self._turning = True
+        try:
+            return self._turn(wait)
+        finally:
+            self._turning = False
+
+    def _turn(self, wait: bool) -> bool:
         while not self._inbox.empty():
             self._inbox.get()()
         for live in list(self._nearly_full):

@@ -102,7 +102,7 @@ class Scheduler:
                 " it, or choose another id."
             )
         params = params or SamplingParams()
-        prompt = self.check_request(request_id, prompt_token_ids, params)
+        prompt = self.check_request(request_id, prompt_token_ids, params, priority)
         number = next(self._numbers)
         request = Request(
             RequestKey(request_id, number),
@@ -122,13 +122,22 @@ class Scheduler:
         return request
 
     def check_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
     ) -> list[int]:
         """The prompt, as a list. From any thread.
 
         Raises:
             ValueError: As `add_request`, but for an id that is in use.
         """
+        if not isinstance(priority, (int, float)) or priority != priority:
+            raise ValueError(
+                f"Request {request_id!r} has priority {priority!r}; it must be a number, since it"
+                " is compared with those of other requests."
+            )
         prompt = [int(token_id) for token_id in prompt_token_ids]
         check_request(self._model, request_id, prompt, params, self._tokenizer is not None)
         return prompt

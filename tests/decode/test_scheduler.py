@@ -63,6 +63,15 @@ def test_an_id_in_use_is_refused() -> None:
         scheduler.add_request("a", [2])
 
 
+@pytest.mark.parametrize("priority", ["1", None, float("nan")])
+def test_a_priority_that_cannot_be_compared_is_refused_and_leaves_no_trace(priority: Any) -> None:
+    scheduler = make()
+    scheduler.add_request("a", [1])
+    with pytest.raises(ValueError, match="^Request 'b' has priority .*; it must be a number"):
+        scheduler.add_request("b", [1], priority=priority)
+    assert scheduler.unfinished_request_ids == ("a",)
+
+
 def test_max_tokens_is_capped_by_the_models_length() -> None:
     request = make(max_length=6).add_request("a", [1, 2], SamplingParams(max_tokens=100))
     assert request.max_tokens == 4
