@@ -130,12 +130,11 @@ class DecodeEngine:
             TimeoutError: It has not come to that within `timeout` seconds; it names the requests.
             Exception: What has ended the engine.
         """
+        self._core.check_no_callback("wait for")
         quiet = self._core.drained()
         if self._core.driver is None:
             while not quiet.done():
                 self.turn()
-        elif not quiet.done():
-            self._core.check_may_wait()
         if wait([quiet], timeout).not_done:
             ids = ", ".join(map(repr, self.unfinished_request_ids))
             raise TimeoutError(
@@ -152,8 +151,14 @@ class DecodeEngine:
             Whether there may be more to do.
 
         Raises:
+            RuntimeError: The engine has a thread, or is calling this from a callback.
             Exception: What has ended the engine.
         """
+        if self._core.driver is not None:
+            raise RuntimeError(
+                "The engine's own thread drives it; only with thread=False turn() it."
+            )
+        self._core.check_no_callback("turn")
         self._core.check_open()
         try:
             self._core.turn(wait=False)
@@ -171,12 +176,11 @@ class DecodeEngine:
             The ids of the requests that had not finished.
         """
         driver = self._core.driver
-        if driver is threading.current_thread():
-            raise RuntimeError("A callback must not close the engine that is calling it.")
+        self._core.check_no_callback("close")
         if self._closed:
             return ()
-        self._closed = True
         deadline = time.monotonic() + timeout
+        self._closed = True
         self._core.stop()
         try:
             if driver is not None:

@@ -366,6 +366,9 @@ def test_an_exception_of_a_callback_reaches_that_stream_alone(at: int) -> None:
     check_rest(engine)
 
 
+WAITS = ("turn", "wait for", "close")
+
+
 def test_a_callback_may_add_and_abort_but_not_wait() -> None:
     engine, _, _ = make_engine(thread=True)
     added: list[RequestStream] = []
@@ -389,6 +392,30 @@ def test_a_callback_may_add_and_abort_but_not_wait() -> None:
         assert last.result(60).finish_reason == "abort"
     waiting = "A callback must not wait for the engine that is calling it."
     assert refused == [waiting, waiting, "A callback must not close the engine that is calling it."]
+
+
+def test_a_callback_may_not_drive_an_engine_that_is_driven_by_hand() -> None:
+    engine, _, _ = make_engine()
+    refused: list[str] = []
+
+    def more(output: RequestOutput) -> None:
+        for call in (engine.turn, engine.drain, engine.close):
+            with pytest.raises(RuntimeError) as caught:
+                call()
+            refused.append(str(caught.value))
+
+    stream = engine.add_request("a", [1], limited(2), on_output=more)
+    run(engine)
+    assert stream.result().new_token_ids == tuple(oracle([1], limited(2)))
+    ends = "the engine that is calling it."
+    assert refused == [f"A callback must not {what} {ends}" for what in WAITS] * 2
+    assert engine.close() == ()
+
+
+def test_an_engine_with_a_thread_is_driven_by_no_other() -> None:
+    engine, _, _ = make_engine(thread=True)
+    with engine, pytest.raises(RuntimeError, match="only with thread=False turn"):
+        engine.turn()
 
 
 # Rest, failure, the end

@@ -166,6 +166,7 @@ def test_a_result_in_time_or_later_loses_nothing() -> None:
     engine._core.driver = threading.Thread()  # somebody who never comes
     with pytest.raises(TimeoutError, match="^Request 'a' has not finished in time"):
         stream.result(0.0)
+    engine._core.driver = None
     run(engine)
     assert stream.result().new_token_ids == tuple(oracle([1], limited(6)))
 
