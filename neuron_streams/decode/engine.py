@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -50,10 +49,7 @@ class DecodeEngine:
         # An engine that is dropped unclosed must not leave its thread behind.
         weakref.finalize(self, self._core.stop).atexit = False
         if thread:
-            self._core.driver = threading.Thread(
-                target=self._core.run, name="neuron-streams-decode-engine", daemon=True
-            )
-            self._core.driver.start()
+            self._core.start()
 
     @property
     def stats(self) -> DecodeStats:

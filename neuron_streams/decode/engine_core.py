@@ -7,9 +7,11 @@ collected as garbage puts into it from wherever that happens, even from inside a
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ __all__ = ["EngineCore"]
 
 logger = logging.getLogger(__name__)
 Callback = Callable[[RequestOutput], object]
+_EXIT_SECONDS = 0.5
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +64,14 @@ class EngineCore:
         self._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     # Calls of any thread
+
+    def start(self) -> None:
+        """Have a daemon thread drive, until `stop` or the interpreter's end."""
+        self.driver = threading.Thread(
+            target=self.run, name="neuron-streams-decode-engine", daemon=True
+        )
+        self.driver.start()
+        _end_at_exit(self)
 
     def add_request(
         self,
@@ -304,3 +315,28 @@ def _as_exception(error: BaseException) -> Exception:
     ended = RuntimeError(f"The engine's thread was ended by {error!r}.")
     ended.__cause__ = error
     return ended
+
+
+_driven: weakref.WeakSet[EngineCore] | None = None
+
+
+def _end_at_exit(core: EngineCore) -> None:
+    """A thread that works with tensors while the interpreter ends aborts the process."""
+    global _driven
+    if _driven is None:
+        _driven = weakref.WeakSet()
+        # Before the interpreter joins threads, which may be readers, and ahead of the runtime.
+        getattr(threading, "_register_atexit", atexit.register)(_end_all)
+    _driven.add(core)
+
+
+def _end_all() -> None:
+    cores, deadline = list(_driven or ()), time.monotonic() + _EXIT_SECONDS
+    for core in cores:
+        core.stop()
+    for core in cores:
+        assert core.driver is not None
+        core.driver.join(max(0.0, deadline - time.monotonic()))
+        core.end(RuntimeError("The interpreter is ending, and the decode engine with it."))
+        if not core.driver.is_alive():
+            core.loop.close(max(0.0, deadline - time.monotonic()))
