@@ -379,7 +379,9 @@ MUTANTS = {
         "        except ZeroDivisionError as error:\n            live.on_output = None",
     ),
     "a callback may wait for itself": Mutant(
-        "engine_core", "if self.driver is threading.current_thread():", "if False:"
+        "engine_core",
+        "if self._turning and self.driver in (None, threading.current_thread()):",
+        "if False:",
     ),
     "the thread's own stream": Mutant(
         "engine_core",
