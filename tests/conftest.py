@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import neuron_streams
 from neuron_streams.device import replace
 
 torch.set_num_threads(1)
@@ -16,6 +17,15 @@ settings.register_profile(
     "ci", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _known_device():
+    """The first use of anything makes "neuron" a device: tests may come in any order."""
+    neuron_streams.init()
+    made = replace(None)
+    if made is not None:
+        made.close(5.0)
 
 
 @pytest.fixture(autouse=True)

@@ -267,3 +267,15 @@ def test_a_sparse_tensor_is_refused(add):
         ValueError, match=r"^add: input 'x' is torch.sparse_coo. Give it x.to_dense"
     ):
         add(torch.ones(2, 3).to_sparse(), torch.ones(3))
+
+
+def test_examples_may_be_one_tensor():
+    def function(a, b, c):
+        return a - b, c.add_(a)
+
+    one = torch.ones(4)
+    exe = neuron_streams.compile(function, (one, one, one), mutates=("c",), name="examples alike")
+    a, b, c = (torch.full((4,), x).to("neuron") for x in (5.0, 3.0, 1.0))
+    difference, total = exe(a, b, c)
+    assert difference.tolist() == [2.0] * 4
+    assert total.tolist() == c.tolist() == [6.0] * 4

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from neuron_streams._compiler.trace import (
     Trace,
+    alike,
     base_of,
     identity,
     layout_of,
@@ -189,7 +190,7 @@ def trace_blocks(
     """Learn how the blocks are called, by a run on fake tensors, and trace one child of each."""
     probe = functools.partial(functools.partial, _probe, fake)
     with torch.no_grad(), fake, _instead(blocks, probe):
-        function(*(fake.from_tensor(example, static_shapes=True) for example in examples))
+        function(*map(alike, examples))
 
 
 @contextlib.contextmanager

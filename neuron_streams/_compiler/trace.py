@@ -28,6 +28,7 @@ from neuron_streams._runtime.program import Layout
 
 __all__ = [
     "Trace",
+    "alike",
     "base_of",
     "identity",
     "is_view",
@@ -71,7 +72,7 @@ def trace(
         return tuple(leaves)
 
     with torch.no_grad(), fake:
-        inputs = [fake.from_tensor(example, static_shapes=True) for example in examples]
+        inputs = [alike(example) for example in examples]
         try:
             module = make_fx(flat)(*inputs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -84,6 +85,15 @@ def trace(
         weights = _lift(module, fake)
     module.graph.eliminate_dead_code()
     return Trace(module.graph, len(inputs), weights, structures[-1])
+
+
+def alike(example: torch.Tensor) -> torch.Tensor:
+    """A fake tensor like an example; to be called in a fake mode.
+
+    With memory of its own: examples may be one tensor under several names, or views of one.
+    """
+    size, stride = example.shape, example.stride()
+    return torch.empty_strided(size, stride, dtype=example.dtype, device=example.device)
 
 
 def _check_outputs(graph: fx.Graph) -> None:
