@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from neuron_streams._compiler import archive
 from neuron_streams._compiler.signature import Signature, TensorSpec, describe
-from neuron_streams._runtime.port import Buffer, Execute, Handle, Payload, Runtime, View
+from neuron_streams._runtime.port import Buffer, Execute, Handle, Payload, Runtime, Unit, View
 from neuron_streams.context import context
 from neuron_streams.stream import current_stream
 from neuron_streams.tensor import NeuronTensor
@@ -26,6 +26,7 @@ from neuron_streams.tensor import NeuronTensor
 __all__ = ["Executable", "TensorSpec", "compile"]
 
 Tensors: TypeAlias = "Sequence[torch.Tensor] | Mapping[str, torch.Tensor]"
+_COMPUTE = Unit.COMPUTE  # an attribute of an enum costs ten times a global
 _TARGETS = {"program": "cpu", "exported": "exported"}
 
 
@@ -150,7 +151,7 @@ class Executable:
             if len(set(reads)) < len(reads):
                 self._check_apart(views)
             writes = made + [reads[n] for n in self._mutated]
-        command = Execute(handle, tuple(views), tuple(made), self._mutated, name=self._name)
+        command = Execute(handle, views, made, self._mutated, _COMPUTE, self._name)
         state.submit(command, reads, writes)
         results = []
         for buffer, (dtype, size, stride) in zip(made, self._made):  # noqa: B905

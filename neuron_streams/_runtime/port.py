@@ -221,9 +221,9 @@ class Execute:
     """
 
     handle: Handle
-    inputs: tuple[View, ...]
-    outputs: tuple[Buffer, ...]
-    mutated: tuple[int, ...] = ()
+    inputs: Sequence[View]
+    outputs: Sequence[Buffer]
+    mutated: Sequence[int] = ()
     unit: Unit = Unit.COMPUTE
     name: str = "execute"
 
