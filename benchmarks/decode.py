@@ -129,7 +129,7 @@ def language_model(batch: int, plan: Plan, found: Found) -> Iterator[Row]:
     prompt = Tokenizer.load(folder).encode_chat(PROMPT)
     model = smollm2_model(folder, batch)
     model.warm_up(gather=True)
-    rows = torch.zeros(batch, dtype=torch.int32)
+    slots = torch.arange(1, batch + 1, dtype=torch.int32)
     with ExitStack() as stack:
         peers = Peers(folder, prompt, batch, plan.tokens, stack)
         for load in language_loads(prompt, batch, plan):
@@ -138,7 +138,7 @@ def language_model(batch: int, plan: Plan, found: Found) -> Iterator[Row]:
             rates: dict[str, list[float]] = {}
             alone: list[float] = []
             for _ in tqdm(range(plan.rounds), desc=label, leave=False):
-                alone.append(device_step(model, rows))
+                alone.append(device_step(model, slots))
                 for mode, options in MODES.items():
                     runs.setdefault(mode, []).append(drive(model, load, **options))
                 peers.take_turns(load, runs, rates)
@@ -176,9 +176,10 @@ class Peers:
             rates.setdefault("generate", []).append(self.tokens / timed(self.generate, 1))
 
 
-def device_step(model: Any, rows: torch.Tensor) -> float:
-    """Seconds of a decode step where the next one is always queued."""
-    queued(lambda ids: model.decode(ids, rows + 16, rows), len(rows), 24)()
+def device_step(model: Any, slots: torch.Tensor) -> float:
+    """Seconds of a decode step where the next one is always queued, on slots as a loop has them."""
+    positions = torch.full_like(slots, 48)
+    queued(lambda ids: model.decode(ids, positions, slots), len(slots), 24)()
     neuron_streams.synchronize()
     ran = compute_intervals()[-20:]
     return statistics.median(b[2] - a[2] for a, b in itertools.pairwise(ran))

@@ -104,7 +104,8 @@ def compare(
     label: str, model: Any, prompts: Sequence[Sequence[int]], steps: int, rounds: int
 ) -> Iterator[Row]:
     rows = model.batch_buckets[0]
-    numbers = [torch.full((rows,), n, dtype=torch.int32) for n in (16, 0)]
+    positions = torch.full((rows,), 48, dtype=torch.int32)
+    numbers = positions, torch.arange(1, rows + 1, dtype=torch.int32)  # slots as a loop has them
     runs: dict[str, list[Run]] = {"device": [], "sync": [], "async": []}
     still = getattr(model, "step", model.decode)
     drives = {

@@ -157,6 +157,20 @@ def test_an_abort_that_comes_too_late_changes_nothing() -> None:
     check_rest(engine)
 
 
+def test_an_abort_that_comes_behind_the_next_bearer_of_the_id_is_not_its_own() -> None:
+    """The garbage collector drops the first stream; the id is free before its abort is there."""
+    engine, _, _ = make_engine()
+    first = engine.add_request("a", [1], limited(9))
+    engine._core.turn(wait=False)
+    first._queue.unread = True
+    second = engine.add_request("a", [2], limited(3))
+    engine._core.turn(wait=False)
+    engine._core.abandon(first._queue)
+    run(engine)
+    assert tokens_of(list(second)) == oracle([2], limited(3))
+    check_rest(engine)
+
+
 def test_the_id_is_free_for_whoever_reads_of_the_end() -> None:
     engine, _, _ = make_engine()
     stream = engine.add_request("a", [1], limited(3))
@@ -642,9 +656,13 @@ def test_the_thread_runs_on_the_loops_stream_and_in_its_makers_modes() -> None:
     model.decode = watched  # type: ignore[method-assign]
     with torch.inference_mode():
         engine = DecodeEngine(loop)
+    heard: list[Any] = []
     with engine:
-        assert engine.add_request("a", [1], limited(3)).result(60).num_output_tokens == 3
+        hear = lambda _: heard.append(streams.current_stream())  # noqa: E731
+        stream = engine.add_request("a", [1], limited(3), on_output=hear)
+        assert stream.result(60).num_output_tokens == 3
     assert seen == [(mine, True, False)] * 2
+    assert heard == [mine] * 3, "between the steps, too"
 
 
 @pytest.mark.slow

@@ -44,3 +44,10 @@ def test_a_callback_that_raises_fails_its_request_and_costs_no_output() -> None:
     assert raised.value is cause
     assert outbox.take() == outputs
     assert outbox.take() == []
+    assert not outbox
+
+
+def test_a_failure_alone_is_something_to_tell() -> None:
+    outbox = Outbox(deque())
+    outbox.errors.append(LookupError())
+    assert outbox
