@@ -158,14 +158,14 @@ def test_an_abort_that_comes_too_late_changes_nothing() -> None:
 
 
 def test_an_abort_that_comes_behind_the_next_bearer_of_the_id_is_not_its_own() -> None:
-    """The garbage collector drops the first stream; the id is free before its abort is there."""
+    """A thread that drops the first stream is held up where its id is free, its abort not there."""
     engine, _, _ = make_engine()
     first = engine.add_request("a", [1], limited(9))
     engine._core.turn(wait=False)
     first._queue.unread = True
     second = engine.add_request("a", [2], limited(3))
     engine._core.turn(wait=False)
-    engine._core.abandon(first._queue)
+    engine._core._abort(first._queue)
     run(engine)
     assert tokens_of(list(second)) == oracle([2], limited(3))
     check_rest(engine)
