@@ -221,7 +221,7 @@ class NativeWorkers:
     def _submit_again(self, value: int, lane: int, key: int, message: bytes, wait: bool) -> int:
         try:
             while value == FULL and wait:
-                self._library.wait_for_room(self._runtime, lane, SLICE)
+                self.wait_for_room(lane)
                 value = self._submit(self._runtime, lane, message, len(message) >> 3)
         finally:
             if value < 0:

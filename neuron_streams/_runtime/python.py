@@ -111,16 +111,14 @@ class PythonWorkers(Lanes):
         """Run what was taken; those whose wait is over are woken when all but the run is done."""
         go: Callable[[], None] = _nothing
         try:
-            if entry is not None and entry.failure is None:
-                go = prepare(entry.command)
-        except BaseException as error:  # kept for whoever reads the outputs
-            return error
-        finally:
-            for waiter in over:
-                waiter.release()
-        try:
+            try:
+                if entry is not None and entry.failure is None:
+                    go = prepare(entry.command)
+            finally:
+                for waiter in over:
+                    waiter.release()
             go()
-        except BaseException as error:
+        except BaseException as error:  # kept for whoever reads the outputs
             return error
         return None
 

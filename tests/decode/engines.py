@@ -9,14 +9,6 @@ from tests.decode.fake_streams import FakeStreams
 from tests.decode.harness import check_idle, make_loop
 from tests.decode.hash_model import FakeHashModel, reference
 
-MODES: dict[str, dict[str, Any]] = {
-    "sync": {"async_scheduling": False},
-    "materialize": {},
-    "materialize 4": {"depth": 4},
-    "gather": {"policy": "gather"},
-    "gather 4": {"policy": "gather", "depth": 4},
-}
-
 
 def make_engine(
     *, thread: bool = False, max_queued: int = 64, **options: Any

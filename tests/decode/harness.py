@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+import pytest
 
 from neuron_streams.decode import (
     AsyncModelRunnerOutput,
@@ -18,6 +21,15 @@ from neuron_streams.decode import (
 from neuron_streams.decode.logprobs import TokenLogprobs
 from tests.decode.fake_streams import FakeStreams
 from tests.decode.hash_model import FakeChunkModel, FakeHashModel, Sizes
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {"async_scheduling": False},
+    "materialize": {},
+    "materialize 4": {"depth": 4},
+    "gather": {"policy": "gather"},
+    "gather 4": {"policy": "gather", "depth": 4},
+}
+modes = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 
 
 @dataclass
@@ -78,11 +90,21 @@ def make_loop(
 
 def run_to_end(loop: DecodeLoop, model: Sizes, results: Results | None = None) -> Results:
     results = results or Results()
+    for outputs in steps_of(loop, model):
+        results.take(outputs)
+    return results
+
+
+def drive(loop: DecodeLoop, model: Sizes) -> list[RequestOutput]:
+    return [output for outputs in steps_of(loop, model) for output in outputs]
+
+
+def steps_of(loop: DecodeLoop, model: Sizes) -> Iterator[list[RequestOutput]]:
+    """What each step gives, to the end; the invariants hold after each."""
     while loop.has_unfinished_requests():
-        results.take(loop.step())
+        yield loop.step()
         check_invariants(loop, model)
     check_idle(loop)
-    return results
 
 
 def check_invariants(loop: DecodeLoop, model: Sizes) -> None:

@@ -22,7 +22,6 @@ from neuron_streams.decode import DecodeEngine, DecodeLoop, RequestOutput, Reque
 from neuron_streams.testing import EmulatedRuntime, use_runtime
 from tests.decode.compiled_hash_model import CompiledHashModel
 from tests.decode.engines import (
-    MODES,
     check_rest,
     limited,
     make_engine,
@@ -32,9 +31,7 @@ from tests.decode.engines import (
     tokens_of,
     turns,
 )
-from tests.decode.harness import check_invariants, make_loop
-
-modes = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+from tests.decode.harness import MODES, check_invariants, make_loop, modes
 
 
 @modes

@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 
-from neuron_streams.decode import DecodeLoop, RequestOutput, SamplingParams
+from neuron_streams.decode import RequestOutput, SamplingParams
+from tests.decode import harness
 from tests.decode.fake_streams import FakeStreams
-from tests.decode.harness import check_idle, check_invariants, make_loop
-from tests.decode.hash_model import FakeHashModel, reference
+from tests.decode.harness import drive, make_loop
+from tests.decode.hash_model import reference
 
 MODES: dict[str, dict[str, Any]] = {
-    "sync": {"async_scheduling": False},
-    "materialize": {},
-    "materialize 4": {"depth": 4},
-    "gather": {"policy": "gather"},
-    "gather 4": {"policy": "gather", "depth": 4},
+    **harness.MODES,
     "thread": {"output_thread": True},
     "gather thread": {"policy": "gather", "output_thread": True},
 }
@@ -36,15 +33,6 @@ def ends_of(outputs: list[RequestOutput]) -> dict[str, tuple[str, Exception | No
     ends = [out for out in outputs if out.finish_reason is not None]
     assert len({out.request_id for out in ends}) == len(ends), "told twice"
     return {out.request_id: (out.finish_reason or "", out.error) for out in ends}
-
-
-def run(loop: DecodeLoop, model: FakeHashModel) -> list[RequestOutput]:
-    outputs: list[RequestOutput] = []
-    while loop.has_unfinished_requests():
-        outputs += loop.step()
-        check_invariants(loop, model)
-    check_idle(loop)
-    return outputs
 
 
 @modes
@@ -80,7 +68,7 @@ def test_the_requests_that_were_not_in_the_failed_step_lose_nothing(
         loop.add_request(request_id, [number + 1], each)
         outputs += loop.step()
         outputs += loop.step()
-    outputs += run(loop, model)
+    outputs += drive(loop, model)
     failed = set(model.calls[step].slots)
     ends = ends_of(outputs)
     assert {reason for reason, _ in ends.values()} == {"length", "error"} or len(failed) == 3
@@ -101,7 +89,7 @@ def test_what_was_chained_to_a_failed_step_fails_with_the_same_cause_and_is_told
     model.fail_at = {2}
     for number, request_id in enumerate("ab"):
         loop.add_request(request_id, [number + 1], limited(9))
-    outputs = run(loop, model)
+    outputs = drive(loop, model)
     assert {error for _, error in ends_of(outputs).values()} == {model.calls[2].output.error}
     failed = [call for call in model.calls if call.output.error is not None]
     assert len(failed) > 1
@@ -114,7 +102,7 @@ def test_with_gather_a_failed_step_spoils_no_later_step_of_others() -> None:
     loop.add_request("a", [1], limited(12, 1))
     loop.add_request("b", [2], limited(12, 2))
     model.fail_at = {0}
-    outputs = run(loop, model)
+    outputs = drive(loop, model)
     assert [call.output.error is None for call in model.calls[:4]] == [False, True, True, True]
     assert sorted(model.calls[2].slots) == [1, 2], "both ran on, the failure was not known yet"
     assert tokens_of(outputs, "b") == reference([2], limited(12, 2), 24)[0]
@@ -133,7 +121,7 @@ def test_a_break_that_finds_the_failure_sends_no_unknown_token_to_the_device() -
     assert decode.host_ids is not None
     assert min(decode.host_ids) >= 0
     assert sorted(decode.slots) == [0, 1]
-    outputs += run(loop, model)
+    outputs += drive(loop, model)
     assert tokens_of(outputs, "a") == reference([1, 2], limited(9), 24)[0]
     assert ends_of(outputs)["b"][0] == "error"
 

@@ -7,16 +7,8 @@ from typing import Any
 import pytest
 
 from neuron_streams.decode import DecodeLoop, RequestOutput, SamplingParams
-from tests.decode.harness import check_idle, check_invariants, make_loop
+from tests.decode.harness import check_idle, check_invariants, make_loop, modes
 from tests.decode.hash_model import FakeHashModel, reference
-
-MODES: dict[str, dict[str, Any]] = {
-    "sync": {"async_scheduling": False},
-    "materialize": {},
-    "gather": {"policy": "gather"},
-    "gather 4": {"policy": "gather", "depth": 4},
-}
-modes = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 
 
 def limited(max_tokens: int, seed: int = 1) -> SamplingParams:

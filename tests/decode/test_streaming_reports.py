@@ -15,7 +15,6 @@ import pytest
 
 from neuron_streams.decode import DecodeLoop, RequestOutput, SamplingParams
 from tests.decode.engines import (
-    MODES,
     check_rest,
     limited,
     make_engine,
@@ -25,11 +24,9 @@ from tests.decode.engines import (
     tokens_of,
     turns,
 )
-from tests.decode.harness import check_idle, check_invariants, make_loop
-from tests.decode.hash_model import Sizes, reference
+from tests.decode.harness import check_idle, drive, make_loop, modes
+from tests.decode.hash_model import reference
 from tests.decode.toy_tokenizer import ToyTokenizer, reference_text
-
-modes = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 
 
 def text_of(outputs: list[RequestOutput]) -> str:
@@ -46,15 +43,6 @@ def stopping_at_six(**options: Any) -> SamplingParams:
         if stop.isascii() and len(stop) > 1 and len(texts[5]) > 2 and stop not in texts[5]:
             return limited(20, seed, stop=stop, **options)
     raise AssertionError("no such text")
-
-
-def drive(loop: DecodeLoop, model: Sizes) -> list[RequestOutput]:
-    outputs: list[RequestOutput] = []
-    while loop.has_unfinished_requests():
-        outputs += loop.step()
-        check_invariants(loop, model)
-    check_idle(loop)
-    return outputs
 
 
 # Stop strings

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from neuron_streams._runtime.port import Execute, View
+from neuron_streams._runtime import python
+from neuron_streams._runtime.cpu import prepare
+from neuron_streams._runtime.port import Command, Execute, View
 from neuron_streams._runtime.python import PythonWorkers
 
 
@@ -65,3 +67,26 @@ def test_a_destructor_inside_the_lock_cannot_hang_the_device(workers: PythonWork
             wait()
     held.set()
     workers.wait(first, 30)
+
+
+def test_who_waits_is_woken_between_what_torch_prepares_and_the_run(
+    workers: PythonWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+
+    class Waiter:
+        def release(self) -> None:
+            happened.append("woken")
+
+    def prepared(command: Command) -> Callable[[], None]:
+        happened.append("prepared")
+        return prepare(command)
+
+    monkeypatch.setattr(python, "prepare", prepared)
+    lane, held = workers.open_lane(0), threading.Event()
+    first = workers.submit(lane, Execute(Handle(held.wait), (), ()))
+    second = workers.submit(lane, Execute(Handle(lambda: happened.append("run")), (), ()))
+    workers._lanes[lane].waiters.append((first.value, 0, Waiter()))  # type: ignore[arg-type]
+    held.set()
+    workers.wait(second, 30)
+    assert happened == ["prepared", "prepared", "woken", "run"]
