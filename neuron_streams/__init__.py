@@ -8,6 +8,7 @@ not is in `neuron_streams.surface`; asking for it raises what to use instead.
 from typing import TYPE_CHECKING
 
 from neuron_streams import testing as testing
+from neuron_streams._runtime.cache import cache_folder as cache_folder
 from neuron_streams.device import _DeviceGuard as _DeviceGuard
 from neuron_streams.device import _exchange_device as _exchange_device
 from neuron_streams.device import _is_in_bad_fork as _is_in_bad_fork

@@ -122,7 +122,7 @@ def why_not() -> str | None:
     missing = [symbol for symbol in _TORCH.values() if not hasattr(chain._libtorch(), symbol)]
     if missing:
         return f"the C ABI of this torch has no {', '.join(missing)}"
-    return None if toolchain.native() is not None else "our C does not compile here"
+    return toolchain.why_no_native()
 
 
 @functools.cache
