@@ -1,4 +1,4 @@
-"""The compilers of this machine, and our C library, which they make at first use.
+"""The compilers of this machine, and how they are run.
 
 `CC` and `CXX` name them, with arguments if need be, and `NEURON_STREAMS_COMPILER=none` pretends
 that there are none. Everything that is compiled here, by whichever part, is compiled by these.
@@ -31,10 +31,8 @@ __all__ = [
     "is_gcc",
     "loads",
     "machine",
-    "native",
     "run",
     "stop",
-    "why_no_native",
 ]
 
 log = logging.getLogger(__name__)
@@ -195,38 +193,3 @@ def loads(path: Path) -> ctypes.CDLL:
     except OSError:
         cache.refuse_noexec(path)
         raise
-
-
-def native() -> ctypes.CDLL | None:
-    """Our C library, compiled at first use: `native.c`, which runs programs, and the worker.
-
-    None where it cannot be had; `why_no_native` then says why.
-    """
-    made = _native(c_compiler())
-    return None if isinstance(made, str) else made
-
-
-def why_no_native() -> str | None:
-    """What keeps our C library from being used here; None if nothing does."""
-    made = _native(c_compiler())
-    return made if isinstance(made, str) else None
-
-
-@functools.cache
-def _native(compiler: tuple[str, ...] | None) -> ctypes.CDLL | str:
-    if compiler is None:
-        return "there is no C compiler"
-    folder = Path(__file__).parent
-    sources = [folder / "native.c", *sorted(folder.glob("worker/*.c"))]
-    texts = [file.read_bytes() for file in (*sources, folder / "worker" / "worker.h")]
-    key = hashlib.sha256(b"".join(texts) + machine().encode()).hexdigest()
-    flags = ["-std=c11", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"]
-
-    def build(target: Path) -> None:
-        run([*compiler, *flags, *map(str, sources), "-o", str(target)], target)
-
-    try:
-        return loads(cache.keep("worker", key, "native.so", build, loads))
-    except (RuntimeError, OSError) as error:
-        log.warning("Our C library cannot be had, so Python takes its place. %s", error)
-        return str(error)
