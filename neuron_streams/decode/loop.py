@@ -44,10 +44,12 @@ class DecodeLoop:
         policy: `"materialize"`, as the seed: pending tokens are read when the batch changes.
             `"gather"`: they are not, the device takes each row's last token from a table of its
             own; for a model that has `decode_gather`. In asynchronous mode.
-        depth: Steps scheduled before the oldest is waited for, in asynchronous mode.
+        depth: Steps scheduled before the oldest is waited for, in asynchronous mode. The batches
+            are as full as in synchronous mode where the model has (depth - 1) * prefill_batch slots
+            more than max_batch_size, since a request keeps its slot until its last step is read.
         async_scheduling: False waits for each step before the next is scheduled.
         output_thread: False leaves reading the outputs to `step` and `pump`, for tests.
-        max_batch_size: Most requests that run at a time; the model's largest batch bucket if None.
+        max_batch_size: Most requests of a step; the model's largest batch bucket if None.
         watchdog: Seconds for which one step may be waited for; then the loop ends with a
             TimeoutError that names the step and its requests. None waits for ever.
         tokenizer: Gives the outputs their text, and is needed for stop strings: anything with

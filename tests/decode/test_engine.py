@@ -105,7 +105,7 @@ def test_abort_in_any_state(state: str, options: dict[str, Any], again: bool) ->
     other = engine.add_request("b", [3], limited(12, 5))
     turns(engine, 3)
     if state == "waiting":
-        engine._core.loop.scheduler.max_batch_size = 1
+        engine._core.loop.scheduler.capacity.max_batch_size = 1
     stream = engine.add_request("a", prompt, limited(9))
     turns(engine, {"in prefill": 2, "one step": 1, "two steps": 2}.get(state, 1))
     if state == "paused":
