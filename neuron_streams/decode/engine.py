@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -124,14 +125,16 @@ class DecodeEngine:
 
         Raises:
             TimeoutError: It has not come to that within `timeout` seconds; it names the requests.
+                With `thread=False` that is looked at between two turns.
             Exception: What has ended the engine.
         """
         self._core.check_no_callback("wait for")
         quiet = self._core.drained()
-        if self._core.driver is None:
-            while not quiet.done():
-                self.turn()
-        if wait([quiet], timeout).not_done:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while self._core.driver is None and not quiet.done() and time.monotonic() < deadline:
+            self.turn()
+        left = None if timeout is None else max(0.0, deadline - time.monotonic())
+        if wait([quiet], left).not_done:
             ids = ", ".join(map(repr, self.unfinished_request_ids))
             raise TimeoutError(
                 f"The engine has not come to rest within {timeout} s; unfinished are {ids}. Wait"

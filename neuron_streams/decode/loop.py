@@ -211,8 +211,9 @@ class DecodeLoop:
     ) -> Iterator[RequestOutput]:
         """Queue prompts and iterate over their outputs as the tokens arrive.
 
-        Dropping the iterator, once it has begun, aborts what has not finished. It ends where all
-        that has not is paused.
+        Dropping the iterator, once it has begun, aborts what has not finished. It ends, and aborts
+        nothing, where all of its prompts that have not finished are paused and have no step in
+        flight, whatever other requests do.
 
         Args:
             prompts: Token ids of each prompt.
@@ -233,6 +234,11 @@ class DecodeLoop:
 
     def drain(self, timeout: float | None = None) -> list[RequestOutput]:
         """Wait until no step is in flight, launching none; unfinished requests may go on later.
+
+        Args:
+            timeout: Seconds; None waits without a limit. With `output_thread=False` the device is
+                only asked meanwhile whether it has got there: one that is stepped by hand has to be
+                stepped before, or by another thread.
 
         Returns:
             The outputs of the steps that were in flight.

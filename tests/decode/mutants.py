@@ -333,6 +333,21 @@ MUTANTS = {
     "drain leaves steps": Mutant(
         "loop", "        while self.batch_queue:\n", "        if self.batch_queue:\n"
     ),
+    "drain without a thread forgets the time": Mutant(
+        "queue", "(ended := step.is_ready())", "(ended := True)"
+    ),
+    "drain without a thread is always late": Mutant(
+        "queue", "(ended := step.is_ready())", "(ended := False)"
+    ),
+    "generate goes on for others": Mutant(
+        "generate",
+        "if going is None and ids.isdisjoint(left):",
+        "if not loop.has_unfinished_requests():",
+    ),
+    "generate leaves what is in the outbox": Mutant(
+        "generate", "if going is None and ids.isdisjoint(left):", "if going is None:"
+    ),
+    "generate leaves what is in flight": Mutant("scheduler", "request.num_in_flight > 0 or ", ""),
     "the thread's failure is the step's": Mutant("queue", " or output.error is not error:", ":"),
     "the watchdog sleeps": Mutant(
         "queue", "            self._watch(step)\n        output", "        output"

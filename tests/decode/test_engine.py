@@ -457,6 +457,14 @@ def test_drain_in_time_or_named() -> None:
         assert len(tokens_of(list(stream))) == 3
 
 
+def test_drain_by_hand_looks_at_the_time_between_turns() -> None:
+    engine, _, _ = make_engine()
+    engine.add_request("a", [1], limited(20))
+    with pytest.raises(TimeoutError, match=r"^The engine has not come to rest .*are 'a'\."):
+        engine.drain(0.0)
+    assert engine.drain(600.0) == ()
+
+
 class Held:
     """Holds whoever waits for the device."""
 
