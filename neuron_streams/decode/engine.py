@@ -101,7 +101,8 @@ class DecodeEngine:
     def abort(self, request_id: str) -> bool:
         """End a request; False if none of that id is unfinished. Host: returns at once.
 
-        Its stream gets an output with finish reason `"abort"`. The id is free at once.
+        The last output of its stream has finish reason `"abort"`, even where the request comes to
+        its own end before the engine's thread hears of this. The id is free at once.
         """
         self._core.check_open()
         return self._core.abort_id(request_id)

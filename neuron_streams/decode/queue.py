@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from neuron_streams.decode.output import AsyncModelRunnerOutput, ModelRunnerOutput, OutputHandler
+from neuron_streams.decode.request import RequestKey
 from neuron_streams.decode.schedule import SchedulerOutput
 from neuron_streams.decode.stats import DecodeStats
 
@@ -59,6 +60,11 @@ class BatchQueue:
 
     def __iter__(self) -> Iterator[LaunchedStep]:
         return iter(self._steps)
+
+    @property
+    def newest_req_ids(self) -> Collection[RequestKey]:
+        """The requests of the newest step in flight; none where no step is."""
+        return self._steps[-1].scheduler_output.num_scheduled_tokens if self._steps else ()
 
     @property
     def may_be_read(self) -> bool:

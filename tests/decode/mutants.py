@@ -424,11 +424,35 @@ MUTANTS = {
     "a pause that was asked for is forgotten": Mutant("engine_core", " or live.asked_to_pause", ""),
     "the end is told before the id is free": Mutant(
         "engine_core",
-        "            self._forget(live)\n            live.queue.put(output, error)",
-        "            live.queue.put(output, error)\n            self._forget(live)",
+        "if output.finished and not self._forget(live):",
+        "if output.finished and (live.queue.put(output), not self._forget(live))[1]:",
+    ),
+    "an abort that was promised is no abort": Mutant(
+        "engine_core",
+        "if output.finished and not self._forget(live):",
+        "if output.finished and self._forget(live) is None:",
+    ),
+    "all that are paused are looked through": Mutant(
+        "engine_core",
+        "nearly_full, self._nearly_full = self._nearly_full, set()",
+        "nearly_full = set(self._nearly_full)",
+    ),
+    "a step is not looked at": Mutant(
+        "engine_core", "in self.loop.batch_queue.newest_req_ids:", "in ():"
+    ),
+    "an output is not looked at": Mutant(
+        "engine_core",
+        "        live.queue.put(output)\n        self._note_room(live)\n",
+        "        live.queue.put(output)\n",
+    ),
+    "a reader that makes room is not looked at": Mutant(
+        "engine_core", "partial(self._inbox.put, partial(self._look_at, request_id))", "self.wake"
+    ),
+    "a dropped stream that has a callback is not looked at": Mutant(
+        "engine_core", "if queue.abandoned else look_at)", "if queue.abandoned else _nothing)"
     ),
     "a dropped stream goes on": Mutant(
-        "engine_core", "partial(self._abort, queue) if queue.abandoned else _nothing", "_nothing"
+        "engine_core", "partial(self._abort, queue) if queue.abandoned else look_at", "look_at"
     ),
     "a dropped stream is in the way": Mutant(
         "engine_core", "if request_id in self._live:", "if False:"
