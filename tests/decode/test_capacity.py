@@ -166,6 +166,20 @@ def test_pieces_of_prompts_are_bounded_too_and_the_most_urgent_goes_first(
     assert names(scheduler.schedule()) == (["more", "less"] if both else ["more"])
 
 
+@pytest.mark.parametrize("priority", [0, 1], ids=["as urgent", "less urgent"])
+def test_a_paused_request_gives_up_its_slot_before_one_at_work(priority: int) -> None:
+    loop, _, _ = make_loop(sizes={"num_slots": 3}, async_scheduling=False)
+    loop.add_request("paused", [1], limited(9), priority=-1)
+    loop.step()
+    loop.pause_request("paused")
+    loop.add_request("at work", [1], limited(9), priority=priority)
+    loop.step()
+    loop.add_request("new", [1], limited(9), priority=0)
+    loop.step()
+    assert [request.request_id for request in loop.scheduler.running] == ["at work", "new"]
+    assert loop.stats.preemptions == 1
+
+
 def test_a_request_that_was_paused_while_it_waited_waits_again() -> None:
     scheduler = make(max_batch_size=1)
     for name in "abc":

@@ -438,6 +438,7 @@ def test_a_callback_alone_needs_no_stream(caplog: pytest.LogCaptureFixture) -> N
     heard: list[RequestOutput] = []
     stream = engine.add_request("a", [1], limited(8), on_output=heard.append)
     run(engine)
+    turns(engine, 2)
     assert len(heard) == 2, "nobody reads the stream, and it is there"
     del stream
     run(engine)
