@@ -3,6 +3,7 @@
 It runs on `neuron_streams` or, with `streams=torch.cuda`, on a GPU. `DecodeLoop` is the way in;
 the parts are public for those who build a loop of their own.
 
+    coerce.py     what callers pass, as plain Python values
     sampling_params.py  how tokens are chosen, and when to stop
     request.py    what a caller asks for and gets
     admission.py  what is refused before it is queued

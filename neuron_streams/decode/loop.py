@@ -104,7 +104,7 @@ class DecodeLoop:
         prompt_token_ids: Sequence[int],
         sampling_params: SamplingParams | None = None,
         *,
-        priority: int = 0,
+        priority: float = 0,
         on_output: Callable[[RequestOutput], object] | None = None,
         arrived_at: float | None = None,
     ) -> None:
