@@ -22,13 +22,13 @@ from neuron_streams.decode.capacity import Capacity
 from neuron_streams.decode.detokenizer import IncrementalDetokenizer, Tokenizer, check_tokenizer
 from neuron_streams.decode.logprobs import TokenLogprobs
 from neuron_streams.decode.model import Model
-from neuron_streams.decode.output import ModelRunnerOutput
 from neuron_streams.decode.request import (
     Request,
     RequestKey,
     RequestOutput,
     RequestStatus,
 )
+from neuron_streams.decode.sampled import ModelRunnerOutput
 from neuron_streams.decode.sampling_params import SamplingParams
 from neuron_streams.decode.schedule import NewRequestData, SchedulerOutput
 from neuron_streams.decode.stats import DecodeStats
@@ -254,8 +254,8 @@ class Scheduler:
             request.num_output_placeholders -= key not in scheduler_output.partial_req_ids
             if request.status.is_finished:
                 self.stats.extra_tokens_dropped += len(token_ids)
-            elif model_runner_output.error is not None:
-                request.error = model_runner_output.error
+            elif (error := model_runner_output.error_of(key)) is not None:
+                request.error = error
                 self._finish(request, RequestStatus.FINISHED_ERROR)
                 outputs.append(self._output_of(request))
             elif token_ids:

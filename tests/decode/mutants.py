@@ -81,7 +81,9 @@ MUTANTS = {
     "a piece of a prompt yields a token": Mutant(
         "runner", "self._partial_req_ids = scheduler_output.partial_req_ids", "pass"
     ),
-    "a failed row decodes on": Mutant("runner", "state.failed |= output.error is not None", "pass"),
+    "a failed row decodes on": Mutant(
+        "runner", "state.failed |= output.error_of(key) is not None", "pass"
+    ),
     "the waiting's failure is the step's": Mutant(
         "runner", "if not launched.query():", "if False:"
     ),
