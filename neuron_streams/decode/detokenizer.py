@@ -138,13 +138,15 @@ class IncrementalDecoder:
 
     def _give(self, text: str) -> str:
         old, settled = len(self._given), self._settled(text)
+        if text != self._given + self.unsettled:  # or a special token that decode leaves out
+            self._newest = self._complete
+        self._complete = len(self._ids)
         self._given, self._rest = text[:settled], text[settled:]
         self.unsettled = self._rest
-        self._newest, self._complete = self._complete, len(self._ids)
         new = text[old:settled]
         if self._complete > (4 * _WINDOW if self.unsettled else _WINDOW):
             new += self.flush()
-            self._ids = self._ids[self._newest :]
+            self._ids = self._ids[self._newest :][: _WINDOW + 1]
             self._newest, self._complete = 0, len(self._ids)
             self._given = decode(self._tokenizer, self._ids)
         return new

@@ -252,6 +252,26 @@ def test_one_that_says_that_it_only_appends_is_not_held_back() -> None:
     assert play(ids, params_of(), tokenizer=ToyTokenizer())[1] == ["a", "", " b"]
 
 
+class SpacingTokenizer(ToyTokenizer):
+    """Leaves token 0 out, and puts a space before each other but the first."""
+
+    def decode(self, token_ids: Sequence[int], /) -> str:
+        self.decoded += len(token_ids)
+        return " ".join(str(token_id) for token_id in token_ids if token_id)
+
+
+@given(st.lists(st.sampled_from([0, 0, 0, 1, 2]), max_size=60))
+def test_tokens_that_are_left_out_of_the_text_take_no_context_away(token_ids: list[int]) -> None:
+    _, texts, _ = play(token_ids, params_of(), tokenizer=SpacingTokenizer())
+    assert "".join(texts) == SpacingTokenizer().decode(token_ids)
+
+
+def test_many_tokens_that_are_left_out_cost_each_the_same() -> None:
+    tokenizer = SpacingTokenizer()
+    play([1, *[0] * 2000, 2], params_of(), tokenizer=tokenizer)
+    assert tokenizer.decoded < 2000 * 30
+
+
 class FallingBackTokenizer(ToyTokenizer):
     """Where a run of bytes is no text, each of them is a replacement character."""
 
