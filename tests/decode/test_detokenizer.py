@@ -260,7 +260,7 @@ class SpacingTokenizer(ToyTokenizer):
         return " ".join(str(token_id) for token_id in token_ids if token_id)
 
 
-@given(st.lists(st.sampled_from([0, 0, 0, 1, 2]), max_size=60))
+@given(st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=20, max_size=60))
 def test_tokens_that_are_left_out_of_the_text_take_no_context_away(token_ids: list[int]) -> None:
     _, texts, _ = play(token_ids, params_of(), tokenizer=SpacingTokenizer())
     assert "".join(texts) == SpacingTokenizer().decode(token_ids)
@@ -310,6 +310,15 @@ class Fickle:
 def test_one_that_changes_its_text_at_each_call_loses_no_token() -> None:
     _, texts, _ = play([*range(60)], params_of(), tokenizer=Fickle())
     assert all(f":{token_id};" in text for token_id, text in enumerate(texts))
+
+
+def test_unsettled_text_is_given_where_the_text_before_it_reads_otherwise() -> None:
+    class Shouting(CleaningTokenizer):
+        def decode(self, token_ids: list[int], /) -> str:
+            text = super().decode(token_ids)
+            return text if len(token_ids) < 3 else text.upper()
+
+    assert play(words("it ' s"), params_of(), tokenizer=Shouting())[1] == ["it", "", " ' s"]
 
 
 def test_one_that_changes_the_list_that_it_gets_spoils_nothing() -> None:

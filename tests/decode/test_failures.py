@@ -233,7 +233,7 @@ NO_TOKENS: dict[str, Any] = {
 }
 
 
-@modes
+@pytest.mark.parametrize("options", [MODES["sync"], MODES["materialize"], MODES["gather 4"]])
 @pytest.mark.parametrize("returned", NO_TOKENS.values(), ids=NO_TOKENS)
 @pytest.mark.parametrize("kind", ["prefill", "decode", "decode_gather"])
 def test_a_model_that_returns_no_token_ids_is_told_the_contract(
@@ -264,7 +264,7 @@ def test_a_model_that_returns_no_token_ids_is_told_the_contract(
 
 
 @modes
-@pytest.mark.parametrize("token", [-1, -(2**31), VOCAB, 2**31 - 1])
+@pytest.mark.parametrize("token", [-1, VOCAB])
 def test_a_token_outside_the_vocabulary_ends_its_own_request(
     options: dict[str, Any], token: int
 ) -> None:
