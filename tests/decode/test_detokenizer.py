@@ -197,7 +197,7 @@ def words(text: str) -> list[int]:
     return [WORDS.index(word) for word in text.split()]
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, len(WORDS) - 1), max_size=40),
     st.lists(st.text("it's n,", min_size=1, max_size=5), max_size=2),
