@@ -121,6 +121,7 @@ class ModelRunner:
                 self.execute_model_state = self._execute_model_forward(model_input)
         except StepError as failed:
             self._drop_future()
+            self._check_device(failed)
             self.execute_model_state = failed.error
             return
         self._note_launch(scheduler_output)
@@ -128,6 +129,13 @@ class ModelRunner:
             self.stats.count_path(reason)
         if self.trace is not None:
             self.trace.note_path("decode" if self._is_decode() else "prefill", reason)
+
+    def _check_device(self, failed: StepError) -> None:
+        """Raise the error of a step if the device takes no more work: no step can follow it."""
+        try:
+            self.streams.Event(enable_timing=True).record(self.compute_stream)
+        except Exception:
+            raise failed.error from failed
 
     def sample_tokens(
         self, grammar_output: None = None
