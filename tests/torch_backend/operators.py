@@ -1,7 +1,8 @@
-"""PyTorch's operator database on the device, beside the CPU: `python -m tests.torch_backend.operators`.
+"""PyTorch's operator database on the device, beside the CPU.
 
-Children run it, since an operator may take its process with it: each writes what it begins and what
-failed, a line each, and one that dies or hangs is replaced by a child that goes on behind it.
+`python -m tests.torch_backend.operators` shows what differs, in groups. Children run the operators,
+since one may take its process with it: each writes what it begins and what failed, a line each, and
+one that dies or hangs is replaced by a child that goes on behind it.
 """
 
 import argparse
@@ -98,7 +99,11 @@ class Run:
             message = "hangs" if code == -9 else f"ends the process: exit code {code}"
             with self._lock:
                 self.failures.append(
-                    dict(op=at[0], dtype=at[1], kind=at[2], sample=-1, message=message)
+                    {
+                        **dict(zip(("op", "dtype", "kind"), at, strict=True)),
+                        "sample": -1,
+                        "message": message,
+                    }
                 )
         return done or at[0] == "(start)", skip
 

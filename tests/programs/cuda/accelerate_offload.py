@@ -1,7 +1,7 @@
 """accelerate keeps the weights in host memory or on two devices, and moves them for each call."""
 
 import torch
-from accelerate import Accelerator, cpu_offload, dispatch_model, init_empty_weights
+from accelerate import cpu_offload, dispatch_model
 from accelerate.hooks import remove_hook_from_submodules
 from torch import nn
 

@@ -1,7 +1,7 @@
 """Generation with every kind of cache that moves over streams, and continuous batching."""
 
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.manual_seed(0)
 config = LlamaConfig(
@@ -41,6 +41,12 @@ print(
 sampled = model.generate(prompt, attention_mask=mask, max_new_tokens=12, do_sample=True, top_k=5)
 print("sampled", sampled.shape[0], bool((sampled[:, :5] == prompt).all()))
 
-pipe = model.generate(prompt[:1], attention_mask=mask[:1], max_new_tokens=4, output_scores=True,
-                      return_dict_in_generate=True, do_sample=False)
+pipe = model.generate(
+    prompt[:1],
+    attention_mask=mask[:1],
+    max_new_tokens=4,
+    output_scores=True,
+    return_dict_in_generate=True,
+    do_sample=False,
+)
 print("scores", [score.max().item().hex() for score in pipe.scores])
