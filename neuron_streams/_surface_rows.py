@@ -224,6 +224,7 @@ ADDED: _Rows = (
     ("UnsupportedError", "added", "", "What is not there, as an exception."),
     ("testing", "added", "", "Gate, and runtimes to step by hand."),
     ("decode", "added", "", "The decode loop."),
+    ("cache_folder", "added", "()", "Where compiled code and converted weights are kept."),
 )
 
 # fmt: on

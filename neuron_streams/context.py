@@ -1,8 +1,8 @@
-"""What a process and its threads hold: the runtime, the current device, the current streams.
+"""The runtime of the process as the stream layer sees it, and the device that torch sees.
 
-The current device and the current streams belong to a thread. They live in a `Context` that is
-bound to the runtime of the process, so that tests can put another runtime in its place. A file of
-its own because streams, devices and memory all stand on it.
+Importing neuron_streams makes "neuron" a device name; the first use of anything loads the extension
+and starts the runtime. The current device and the current streams of each thread live in the
+extension, where torch's own guards find them.
 
 Two switches of the environment are read when a context begins: NEURON_LAUNCH_BLOCKING=1 has every
 submission wait, and raise what fails, where it is made; NEURON_STREAMS_TRACE_SUBMISSIONS=1 puts the
@@ -15,117 +15,83 @@ import logging
 import os
 import sys
 import threading
-import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
 from neuron_streams import _dynamo
-from neuron_streams._runtime import process
-from neuron_streams._runtime.port import Failure, Runtime
+from neuron_streams._runtime import extension, process
+from neuron_streams._runtime.port import CancelledError, Command, Failure, Runtime, Ticket
 from neuron_streams.errors import AcceleratorError
-from neuron_streams.placement import follow
 
-if TYPE_CHECKING:
-    from neuron_streams.lane import StreamState
-    from neuron_streams.stream import NeuronStream
-
-__all__ = ["Context", "DeviceLike", "Here", "context", "held", "index_of", "raise_first", "replace"]
+__all__ = [
+    "Context",
+    "DeviceLike",
+    "begin",
+    "context",
+    "core",
+    "index_of",
+    "lazy_call",
+    "raise_first",
+    "register_name",
+    "replace",
+]
 
 log = logging.getLogger("neuron_streams")
 
 DeviceLike: TypeAlias = "torch.device | str | int | None"
 
 
-class Here:
-    """What belongs to one thread.
-
-    `streams` has what was set per device; `stream` is the current stream of the current device, or
-    None where nobody has asked yet; `entered` is the stack of contexts to be left again.
-    """
-
-    __slots__ = ("device", "entered", "stream", "streams")
-
-    def __init__(self) -> None:
-        self.device = 0
-        self.stream: NeuronStream | None = None
-        self.streams: dict[int, NeuronStream] = {}
-        self.entered: list[tuple[object, int, int, NeuronStream | None]] = []
-
-    def go(self, device: int) -> None:
-        """Make a device current."""
-        before, self.device = self.device, device
-        self.stream = self.streams.get(device)
-        if before != device:
-            follow(device)
-
-    def enter(self, owner: object, stream: NeuronStream, index: int) -> None:
-        """Make a stream of device `index` current until `owner` is left."""
-        streams, before = self.streams, self.device
-        self.entered.append((owner, before, index, streams.get(index)))
-        streams[index] = self.stream = stream
-        if before != index:
-            self.device = index
-            follow(index)
-
-    def leave(self, owner: object, mine: bool = True) -> bool:
-        """Put back what the thread had when it last entered `owner`; False if it has not.
-
-        `mine` is whether the thread is the calling one.
-
-        Mostly that is the top of the stack. Generators and tasks may leave in another order: then
-        each puts back what it found, as in torch.cuda.
-        """
-        entered = self.entered
-        at = len(entered) - 1
-        while at >= 0 and entered[at][0] is not owner:
-            at -= 1
-        if at < 0:
-            return False
-        _, device, index, before = entered.pop(at)
-        if before is None:
-            self.streams.pop(index, None)
-        else:
-            self.streams[index] = before
-        self.stream = self.streams.get(device)
-        if device != self.device:
-            self.device = device
-            if mine:
-                follow(device)
-        return True
-
-
-class _Threads(threading.local):
-    def __init__(self) -> None:
-        self.here = Here()
-
-
 class Context:
-    """All that hangs on one runtime: threads' current things, default streams, live streams."""
+    """What hangs on one runtime: its port in the extension."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, port: Any) -> None:
         self.runtime = runtime
-        self.count = runtime.device_count()
-        self.threads = _Threads()
-        self.lock = threading.RLock()
-        self.defaults: dict[int, NeuronStream] = {}
-        self.states: weakref.WeakValueDictionary[int, StreamState] = weakref.WeakValueDictionary()
-        self.told: dict[int, dict[int, int]] = {}  # device: lane: failures seen up to this value
+        self.port = port
+        self.count: int = port.device_count()
         self.blocking = _switched_on("NEURON_LAUNCH_BLOCKING")
         self.tracing = _switched_on("NEURON_STREAMS_TRACE_SUBMISSIONS")
         self.logging = log.isEnabledFor(logging.DEBUG)
-        self.watched = self.blocking or self.tracing or self.logging
-        _contexts.add(self)
+        port.implicit_waits = _switched_on("NEURON_STREAMS_IMPLICIT_WAITS", default="1")
+        port.fills_unfinished = _switched_on("NEURON_STREAMS_FILL_UNFINISHED")
+        self.memory = _capacity()
+        for device in range(self.count):
+            port.set_capacity(device, self.memory)
+        if self.blocking or self.tracing or self.logging:
+            port.watch(self._watch)
 
-    @property
-    def thread(self) -> Here:
-        """What belongs to the calling thread."""
-        return self.threads.here
+    def _watch(
+        self, state: Any, command: Command, ticket: Ticket | None, after: Sequence[Ticket]
+    ) -> None:
+        """Called before (without a ticket) and after each submission."""
+        if ticket is None:
+            if self.tracing:
+                command.name = f"{command.name.partition(SUBMITTED)[0]}{SUBMITTED}{_caller()}"
+            return
+        if self.logging:
+            what = f"{type(command).__name__} {command.name!r} to neuron:{state.device}"
+            log.debug("submit %s as %s, after %s", what, ticket, after)
+        if self.blocking:
+            self.runtime.wait(ticket)
+            raise_first(state.failures(ticket))
 
 
-def _switched_on(name: str) -> bool:
-    return os.environ.get(name, "0").strip() not in ("", "0")
+def _switched_on(name: str, default: str = "0") -> bool:
+    return os.environ.get(name, default).strip() not in ("", "0")
+
+
+def _capacity() -> int:
+    """Bytes of a device: NEURON_STREAMS_MEMORY, else what the host has."""
+    text = os.environ.get("NEURON_STREAMS_MEMORY", "").strip()
+    if not text:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not text.isdigit() or int(text) == 0:
+        raise ValueError(
+            f"NEURON_STREAMS_MEMORY={text!r} is no number of bytes; write it out, as 17179869184"
+        )
+    return int(text)
 
 
 class _Held:
@@ -137,86 +103,108 @@ class _Held:
         self.context: Context | None = None
 
 
-held = _Held()
-_contexts: weakref.WeakSet[Context] = weakref.WeakSet()
+_held = _Held()
 _lock = threading.RLock()
-_forking = False
+_core: Any = None
+
+
+def core() -> Any:
+    """The extension, loaded and bound at the first use of anything."""
+    return _core if _core is not None else _load()
+
+
+def _load() -> Any:
+    global _core
+    with _lock:
+        if _core is None:
+            _check_name()
+            made = extension.load()
+            cancelled = CancelledError
+            made.bind(context, Ticket, raise_first, _say_on_host, cancelled, process.FORKED)
+            os.register_at_fork(after_in_child=_after_fork)
+            _dynamo.prepare()
+            _core = made
+    return _core
 
 
 def context() -> Context:
     """The context of the process's runtime; starts both at first use."""
-    found = held.context
+    found = _held.context
     return found if found is not None else begin(None)
 
 
 def begin(wanted: Runtime | str | None) -> Context:
     """Start the runtime of this process, or check that it is the one wanted."""
+    if process.in_bad_fork():
+        raise RuntimeError(process.FORKED)
+    native = core()
     runtime = process.start(wanted)
     with _lock:
-        _watch_forks()
-        register()
-        found = held.context
+        found = _held.context
         if found is None or found.runtime is not runtime:
-            found = held.context = Context(runtime)
-        return found
+            port = getattr(runtime, "port", None) or native.ForeignPort(runtime)
+            found = Context(runtime, port)
+            native.set_port(port)
+            _held.context = found
+    while _waiting:
+        _waiting.popleft()()
+    return found
+
+
+_waiting: deque[Callable[[], object]] = deque()
+
+
+def lazy_call(function: Callable[[], object]) -> None:
+    """Call a function now, or at the first use if that has not come yet."""
+    if _held.context is not None:
+        function()
+    else:
+        _waiting.append(function)
 
 
 def replace(runtime: Runtime | None) -> Runtime | None:
     """Swap the process's runtime and start with fresh streams; returns the old one (tests)."""
+    before = _held.context
+    if before is not None:
+        before.port.close_streams()
     old = process.replace(runtime)
-    held.context = None
+    _held.context = None
+    core().set_port(None)
     if runtime is not None:
         begin(None)
     return old
 
 
-def register() -> None:
-    """Make "neuron" a device of torch, once. Never at import: at the first use of anything."""
-    module = sys.modules["neuron_streams"]
-    if getattr(torch, "neuron", None) is module:
-        return
-    name = torch._C._get_privateuse1_backend_name()
-    if name != "privateuseone":
-        raise RuntimeError(
-            f"neuron_streams: the device slot PrivateUse1 of this process is taken by {name!r}, "
-            "and torch has one; use neuron_streams in a process of its own"
-            + (" (native torch-neuronx has torch.neuron.Stream)" if name == "neuron" else "")
-        )
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
-    from neuron_streams import accelerator, ops
-
-    _setup_privateuseone_for_python_backend("neuron", module)
-    ops.register()
-    accelerator.take_over()
-    _dynamo.prepare()
-
-
-class _Forked:
-    """Stands for the runtime in the child of a fork, where its threads are not."""
-
-    def close_lane(self, lane: int) -> None:
-        """Destructors call it."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(process.FORKED)
-
-
-def _watch_forks() -> None:
-    global _forking
-    if not _forking:
-        _forking = True
-        os.register_at_fork(after_in_child=_after_fork)
-
-
 def _after_fork() -> None:
     global _lock
     _lock = threading.RLock()  # another thread may have held it
-    held.context = None
-    for found in list(_contexts):
-        found.runtime = cast("Runtime", _Forked())
-        for state in found.states.values():
-            state.last = None  # which would answer without asking the runtime
+    _held.context = None
+    if _core is not None:
+        _core.after_fork_in_child()
+
+
+# -- the device name ----------------------------------------------------------------------------
+
+
+def register_name(module: Any) -> None:
+    """Make "neuron" the name of a device, and nothing more, unless another package has done so."""
+    if torch._C._get_privateuse1_backend_name() != "privateuseone" or hasattr(torch, "neuron"):
+        return
+    torch.utils.rename_privateuse1_backend("neuron")
+    torch._register_device_module("neuron", module)
+    torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
+
+
+def _check_name() -> None:
+    """Step aside where a native backend, or another one, has the device."""
+    if getattr(torch, "neuron", None) is sys.modules["neuron_streams"]:
+        return
+    name = torch._C._get_privateuse1_backend_name()
+    raise RuntimeError(
+        f"neuron_streams: the device slot PrivateUse1 of this process is taken by {name!r}, "
+        "and torch has one; use neuron_streams in a process of its own"
+        + (" (native torch-neuronx has torch.neuron.Stream)" if name == "neuron" else "")
+    )
 
 
 def index_of(device: DeviceLike, *, optional: bool = True) -> int:
@@ -232,7 +220,8 @@ def index_of(device: DeviceLike, *, optional: bool = True) -> int:
             raise ValueError(
                 f"Expected a neuron device with a specified index or an integer, but got: {device}"
             )
-        return context().threads.here.device
+        current: int = core().current_device()
+        return current
     if not 0 <= index < context().count:
         raise AcceleratorError(
             f"invalid device ordinal: there is no neuron:{index}, the devices are "
@@ -245,7 +234,7 @@ def _index_in(device: object) -> int | None:
     if device is None or isinstance(device, int):
         return None if device is None else int(device)  # True is device 1, as in torch
     if isinstance(device, str):
-        device = _parse(device)
+        device = torch.device(device)
     if isinstance(device, torch.device) and device.type in ("neuron", "privateuseone"):
         return device.index
     index = getattr(device, "idx", None)  # a context of `device`, as torch.cuda takes one
@@ -254,13 +243,11 @@ def _index_in(device: object) -> int | None:
     return index
 
 
-def _parse(device: str) -> torch.device:
-    context()  # torch knows the name only after registration
-    return torch.device(device)
+# -- failures -----------------------------------------------------------------------------------
 
 
 def raise_first(failures: Iterable[Failure]) -> None:
-    """Raise the first cause with the traceback that it was born with, and name the others."""
+    """Raise the first cause with its first traceback, and name the others."""
     found = list(failures)
     if found:
         process.linger()
@@ -289,3 +276,22 @@ def _note(error: BaseException, text: str) -> None:
             error.add_note(text)
     elif SUBMITTED in text and text not in str(error):  # Python 3.10 has no notes
         error.args = (f"{error} ({text})", *error.args[1:])
+
+
+def _caller() -> str:
+    """The innermost frame outside this package and torch: `train.py:12 in step`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in ("neuron_streams", "torch")
+
+
+def _say_on_host(operator: str) -> None:
+    log.warning(
+        "%s runs on the host, after all that its stream has queued: the device has no kernel for it",
+        operator,
+    )

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import operator
-import os
-import warnings
 from types import TracebackType
 from typing import Literal, NamedTuple
 
 import torch
 
 from neuron_streams._runtime import process
-from neuron_streams._runtime.port import Failure, Sleep, Ticket
-from neuron_streams.context import Context as Context
-from neuron_streams.context import DeviceLike as DeviceLike
-from neuron_streams.context import begin
-from neuron_streams.context import context as context
-from neuron_streams.context import index_of as index_of
-from neuron_streams.context import raise_first as raise_first
-from neuron_streams.context import replace as replace
+from neuron_streams.context import DeviceLike, begin, context, core, index_of
 from neuron_streams.errors import AcceleratorError
 
 __all__ = [
@@ -74,7 +65,9 @@ def device_count() -> int:
 
 def current_device() -> int:
     """The index of the calling thread's current device. Host: returns at once."""
-    return context().threads.here.device
+    context()
+    current: int = core().current_device()
+    return current
 
 
 def set_device(device: DeviceLike) -> None:
@@ -87,16 +80,15 @@ def set_device(device: DeviceLike) -> None:
     """
     if isinstance(device, int) and device < 0:
         return
-    context().threads.here.go(index_of(device, optional=False))
+    core().set_device(index_of(device, optional=False))
 
 
 def _exchange_device(device: int) -> int:
     """Make a device current and return the index of the one before; -1 for a negative index."""
     if device < 0:
         return -1
-    here = context().threads.here
-    before = here.device
-    here.go(index_of(device))
+    before = current_device()
+    core().set_device(index_of(device))
     return before
 
 
@@ -159,32 +151,11 @@ def synchronize(device: DeviceLike = None) -> None:
 
     Host: waits. Stream: nobody. Source: torch.cuda.synchronize.
     """
-    found = context()
-    index = index_of(device)
-    # A list at once: other threads make streams and drop them meanwhile.
-    for state in [ref() for ref in found.states.valuerefs()]:
-        if state is not None and state.device == index:
-            state.flush()
-    runtime = found.runtime
-    told = found.told.setdefault(index, {})
-    newest = [Ticket(lane, runtime.submitted(lane)) for lane in runtime.lanes(index)]
-    for last in newest:
-        runtime.wait(last)
-    failures: list[Failure] = []
-    for last in newest:
-        lane = last.lane
-        failures += runtime.failures(last, told.get(lane, 0))
-        told[lane] = last.value
-        alive = found.states.get(lane)
-        if alive is not None:
-            alive.seen = max(alive.seen, last.value)
-    for lane in set(told).difference(runtime.lanes(index)):
-        told.pop(lane, None)
-    raise_first(failures)
+    context()
+    core().synchronize_device(index_of(device))
 
 
 _SYNC_MODES = ("default", "warn", "error")
-_sync_mode = 0
 
 
 def set_sync_debug_mode(debug_mode: int | str) -> None:
@@ -201,7 +172,6 @@ def set_sync_debug_mode(debug_mode: int | str) -> None:
 
     Host: returns at once. Source: torch.cuda.set_sync_debug_mode.
     """
-    global _sync_mode
     if debug_mode in _SYNC_MODES:
         debug_mode = _SYNC_MODES.index(str(debug_mode))
     if debug_mode not in (0, 1, 2):
@@ -209,23 +179,13 @@ def set_sync_debug_mode(debug_mode: int | str) -> None:
             "invalid value of debug_mode, expected one of `default`, `warn`, `error` or 0, 1, 2, "
             f"but got: {debug_mode!r}"
         )
-    _sync_mode = int(debug_mode)
+    core().set_sync_debug_mode(int(debug_mode))
 
 
 def get_sync_debug_mode() -> int:
     """0, 1 (warn) or 2 (error); see `set_sync_debug_mode`. Host: returns at once."""
-    return _sync_mode
-
-
-def check_sync() -> None:
-    """Warn or raise before a wait for a stream, if `set_sync_debug_mode` asks for it."""
-    if _sync_mode == 2:
-        raise RuntimeError(
-            "called a synchronizing Neuron operation while set_sync_debug_mode is error; copy "
-            "with non_blocking=True and wait for an event instead"
-        )
-    if _sync_mode == 1:
-        warnings.warn("called a synchronizing Neuron operation", stacklevel=3)
+    mode: int = core().get_sync_debug_mode()
+    return mode
 
 
 def is_current_stream_capturing() -> bool:
@@ -258,8 +218,9 @@ class DeviceProperties(NamedTuple):
 def get_device_properties(device: DeviceLike = None) -> DeviceProperties:
     """Name, memory in bytes and core count of a device. Source: torch.cuda."""
     _known(device)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return DeviceProperties(f"NeuronCore ({context().runtime.name})", memory, 1)
+    found = context()
+    memory = found.port.capacity(index_of(device))
+    return DeviceProperties(f"NeuronCore ({found.runtime.name})", memory, 1)
 
 
 def get_device_name(device: DeviceLike = None) -> str:
@@ -285,7 +246,7 @@ def _sleep(cycles: int) -> None:
     """
     from neuron_streams.stream import current_stream
 
-    current_stream()._submit(Sleep(operator.index(cycles) * 1e-9))
+    current_stream()._submit(core().Sleep(operator.index(cycles) * 1e-9))
 
 
 def _is_in_bad_fork() -> bool:
@@ -293,5 +254,6 @@ def _is_in_bad_fork() -> bool:
     return process.in_bad_fork()
 
 
-def manual_seed_all(seed: int) -> None:
-    """torch.manual_seed tells every device module; there is no device generator to seed."""
+def _lazy_init() -> None:
+    """Torch calls it before it makes or moves a tensor to the device."""
+    context()

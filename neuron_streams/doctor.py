@@ -5,15 +5,17 @@ A file of its own since it asks every other part and none asks it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from neuron_streams._runtime import process, toolchain
+from neuron_streams._runtime import cache, process, toolchain
 from neuron_streams._runtime.emulated import EmulatedRuntime
 from neuron_streams._runtime.port import Runtime
 from neuron_streams.device import get_device_name, init, is_initialized
@@ -65,7 +67,8 @@ class Report:
 def examine() -> Report:
     """Look at this machine. Starts the runtime. Host: waits for it and for a look at the disk."""
     native = has_native_streams()
-    cxx, cc, cache = toolchain.cxx_compiler(), toolchain.c_compiler(), toolchain.cache_folder()
+    cxx, cc = _shown(toolchain.cxx_compiler()), _shown(toolchain.c_compiler())
+    folder = cache.cache_folder()
     init()
     runtime = process.runtime()
     return Report(
@@ -77,12 +80,16 @@ def examine() -> Report:
         versions=_versions(),
         cxx_compiler=cxx,
         c_compiler=cc,
-        cache_folder=str(cache),
-        cache_bytes=_size_of(cache),
+        cache_folder=str(folder),
+        cache_bytes=_size_of(folder),
         native_streams=native,
         threads=torch.get_num_threads(),
-        advice=list(_advice(native, cxx, cc, cache)),
+        advice=list(_advice(native, cxx, cc)),
     )
+
+
+def _shown(command: tuple[str, ...] | None) -> str | None:
+    return None if command is None else shlex.join(command)
 
 
 def _worker(runtime: Runtime) -> str:
@@ -116,10 +123,14 @@ def _versions() -> dict[str, str | None]:
 
 
 def _size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # another process removes what it has built on
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
-def _advice(native: bool, cxx: str | None, cc: str | None, cache: Path) -> list[str]:
+def _advice(native: bool, cxx: str | None, cc: str | None) -> list[str]:
     advice = []
     if native:
         advice.append(
@@ -137,15 +148,14 @@ def _advice(native: bool, cxx: str | None, cc: str | None, cache: Path) -> list[
         )
     if Path("/dev/neuron0").exists():
         advice.append("There is a Neuron device, which this version does not drive yet")
-    if not os.access(cache if cache.exists() else _nearest(cache), os.W_OK):
-        advice.append(f"Set NEURON_STREAMS_CACHE to a folder that can be written, not {cache}")
+    try:
+        with cache.scratch():
+            pass
+    except cache.CacheError as error:
+        advice.append(str(error))
     if torch.get_num_threads() > 1 and "OMP_NUM_THREADS" not in os.environ:
         advice.append(
             "OMP_NUM_THREADS=1 makes steps of small models steadier: device workers and the host"
             " then do not compete for cores"
         )
     return advice
-
-
-def _nearest(path: Path) -> Path:
-    return next(parent for parent in path.parents if parent.exists())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from neuron_streams._runtime.lanes import CancelledError as CancelledError
 from neuron_streams._runtime.manual import DeadlockError as DeadlockError
+from neuron_streams._runtime.port import CancelledError as CancelledError
 
 __all__ = [
     "AbsentError",

@@ -7,10 +7,9 @@ with the same results.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
@@ -18,15 +17,12 @@ from typing_extensions import Self
 
 from neuron_streams._compiler import archive
 from neuron_streams._compiler.signature import Signature, TensorSpec, describe
-from neuron_streams._runtime.port import Buffer, Execute, Handle, Payload, Runtime, Unit, View
-from neuron_streams.context import context
-from neuron_streams.stream import current_stream
-from neuron_streams.tensor import NeuronTensor
+from neuron_streams._runtime.port import Payload, Runtime
+from neuron_streams.context import context, core
 
 __all__ = ["Executable", "TensorSpec", "compile"]
 
 Tensors: TypeAlias = "Sequence[torch.Tensor] | Mapping[str, torch.Tensor]"
-_COMPUTE = Unit.COMPUTE  # an attribute of an enum costs ten times a global
 _TARGETS = {"program": "cpu", "exported": "exported"}
 
 
@@ -81,13 +77,10 @@ class Executable:
         self._signature = signature
         self._payload = payload
         self._name = signature.name
-        self._handles: dict[int, tuple[Runtime, Handle]] = {}
+        self._loaded: dict[int, tuple[Runtime, Any]] = {}
         self._mutated = tuple(
             n for n, spec in enumerate(signature.inputs) if spec.name in signature.mutates
         )
-        self._expected = tuple((s.dtype, s.shape, s.stride) for s in signature.inputs)
-        self._made = tuple((s.dtype, s.shape, s.stride) for s in signature.outputs)
-        self._nbytes = tuple(math.prod(s.shape) * s.dtype.itemsize for s in signature.outputs)
         self._rebuild = _rebuilder(signature.structure)
 
     @property
@@ -123,51 +116,47 @@ class Executable:
         returns an input or a view of one.
 
         Returns:
-            NeuronTensors in the structure that the function returns.
+            device tensors in the structure that the function returns.
 
         Raises:
             TypeError, ValueError: a wrong number, dtype, shape, layout or device of an input.
 
         Host: returns at once. Stream: runs it.
         """
-        stream = current_stream()
-        state = stream._state
-        device, runtime = state.device, state.context.runtime
-        if len(tensors) != len(self._expected):
+        if len(tensors) != len(self._signature.inputs):
             raise self._wrong_count(len(tensors))
-        views: list[View] = []
-        reads: list[Buffer] = []
-        for tensor, form in zip(tensors, self._expected):  # noqa: B905  (a call for a keyword)
-            view = tensor._view if type(tensor) is NeuronTensor else None
-            if view is None or view.form != form or view.buffer.device != device:
-                view = self._view_of(len(views), tensor, device)
-            views.append(view)
-            reads.append(view.buffer)
-        loaded = self._handles.get(device)
-        handle = loaded[1] if loaded and loaded[0] is runtime else self._load(runtime, device)
-        made = [runtime.allocate(device, nbytes) for nbytes in self._nbytes]
-        writes = made
-        if self._mutated:
-            if len(set(reads)) < len(reads):
-                self._check_apart(views)
-            writes = made + [reads[n] for n in self._mutated]
-        command = Execute(handle, views, made, self._mutated, _COMPUTE, self._name)
-        state.submit(command, reads, writes)
-        results = []
-        for buffer, (dtype, size, stride) in zip(made, self._made):  # noqa: B905
-            results.append(NeuronTensor._wrap(View(buffer, dtype, size, stride)))
+        found = context()
+        device = core().current_device()
+        loaded = self._loaded.get(device)
+        call = loaded[1] if loaded and loaded[0] is found.runtime else self._load(device)
+        try:
+            results = call(tensors)
+        except TypeError:  # what is no tensor
+            results = None
+        if results is None:
+            self._explain(tensors, device)
         return self._rebuild(results)
 
-    def _load(self, runtime: Runtime, device: int) -> Handle:
-        handle = runtime.load(self._payload, device)
-        self._handles[device] = (runtime, handle)
-        return handle
+    def _load(self, device: int) -> Any:
+        found = context()
+        handle = found.runtime.load(self._payload, device)
+        inputs, outputs = (
+            [(spec.dtype, spec.shape, spec.stride) for spec in specs]
+            for specs in (self.inputs, self.outputs)
+        )
+        program = getattr(handle, "address", None) or 0
+        made = core().Loaded(self._name, inputs, outputs, self._mutated, program, handle)
+        self._loaded[device] = (found.runtime, made)
+        return made
 
-    def _view_of(self, number: int, tensor: object, device: int) -> View:
-        """The view of an input that is no device tensor of exactly the expected form."""
-        dtype, size, stride = self._expected[number]
-        if number not in self._mutated and _is_on_host(tensor, dtype, size):
-            return View(_fresh(tensor, device), dtype, size, stride)
+    def _explain(self, tensors: Sequence[object], device: int) -> NoReturn:
+        """Raise what is wrong with the arguments of a call that was refused."""
+        for number, tensor in enumerate(tensors):
+            self._check(number, tensor, device)
+        self._check_apart(tensors)
+        raise ValueError(f"{self.name}: these arguments cannot be used: {tensors}.")
+
+    def _check(self, number: int, tensor: object, device: int) -> None:
         spec = self._signature.inputs[number]
         where = f"{self.name}: input {spec.name!r}"
         if not isinstance(tensor, torch.Tensor):
@@ -177,21 +166,22 @@ class Executable:
                 f"{where} expects {describe(spec.dtype, spec.shape)}, "
                 f"got {describe(tensor.dtype, tensor.shape)}. Shapes are fixed when it is compiled."
             )
-        if isinstance(tensor, NeuronTensor):
-            return _placed(where, tensor, device)
         if tensor.layout is not torch.strided:
             raise ValueError(f"{where} is {tensor.layout}. Give it {spec.name}.to_dense().")
-        if not tensor.is_cpu:
+        if tensor.device.type == "neuron":
+            _check_placed(where, tensor, device)
+        elif not tensor.is_cpu:
             raise ValueError(f"{where} is on {tensor.device}. Copy it to neuron:{device} first.")
-        raise ValueError(
-            f"{where} is updated in place, so it must be on the device, and it is a host "
-            f'tensor. Give it {spec.name}.to("neuron:{device}"), and keep that.'
-        )
+        elif number in self._mutated:
+            raise ValueError(
+                f"{where} is updated in place, so it must be on the device, and it is a host "
+                f'tensor. Give it {spec.name}.to("neuron:{device}"), and keep that.'
+            )
 
-    def _check_apart(self, views: Sequence[View]) -> None:
+    def _check_apart(self, tensors: Sequence[object]) -> None:
         for n in self._mutated:
-            for m, view in enumerate(views):
-                if m != n and _share(view, views[n]):
+            for m, other in enumerate(tensors):
+                if m != n and _share(tensors[n], other):
                     names = [self.inputs[place].name for place in sorted((m, n))]
                     raise ValueError(
                         f"{self.name}: inputs {names} share memory, and {self.inputs[n].name!r} is "
@@ -225,48 +215,36 @@ class Executable:
         return f"<Executable {self.name}({inputs}) -> ({outputs}){mutates}, target={self.target!r}>"
 
 
-def _is_on_host(
-    tensor: object, dtype: torch.dtype, size: tuple[int, ...]
-) -> TypeGuard[torch.Tensor]:
-    if not isinstance(tensor, torch.Tensor):
-        return False
-    fits = tensor.dtype == dtype and tensor.shape == size
-    return fits and tensor.is_cpu and tensor.layout is torch.strided
-
-
-def _fresh(tensor: torch.Tensor, device: int) -> Buffer:
-    """A buffer that no command has named yet, with the contents of a host tensor."""
-    buffer = context().runtime.allocate(device, tensor.nbytes)
-    buffer.fill(tensor)
-    return buffer
-
-
-def _share(one: View, other: View) -> bool:
-    starts = [view.offset * view.dtype.itemsize for view in (one, other)]
+def _share(one: Any, other: Any) -> bool:
+    starts = [tensor.storage_offset() * tensor.itemsize for tensor in (one, other)]
     apart = starts[0] >= starts[1] + other.nbytes or starts[1] >= starts[0] + one.nbytes
-    return one.buffer is other.buffer and not apart
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata and not apart
 
 
-def _placed(where: str, tensor: NeuronTensor, device: int) -> View:
-    view = tensor._view
-    if view.buffer.device != device:
+def _check_placed(where: str, tensor: torch.Tensor, device: int) -> None:
+    if tensor.get_device() != device:
         raise ValueError(
-            f"{where} is on neuron:{view.buffer.device}, but the current stream is on "
+            f"{where} is on {tensor.device}, but the current stream is on "
             f'neuron:{device}. Use .to("neuron:{device}"), or a stream of that device.'
         )
     if not tensor.is_contiguous():
         raise ValueError(
-            f"{where} has strides {view.stride}, but device tensors are read as contiguous. "
+            f"{where} has strides {tensor.stride()}, but device tensors are read as contiguous. "
             "Make a contiguous copy first."
         )
-    return view
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"{where} is a conjugate or negative view. Give it its resolve_conj().resolve_neg()."
+        )
+    if tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.itemsize + tensor.nbytes:
+        raise ValueError(f"{where} reaches outside its storage, which was resized.")
 
 
-def _rebuilder(structure: pytree.TreeSpec) -> Callable[[list[NeuronTensor]], Any]:
+def _rebuilder(structure: pytree.TreeSpec) -> Callable[[list[torch.Tensor]], Any]:
     """How flat results become what the function returns; the usual cases without pytree."""
     if structure.is_leaf():
         return lambda results: results[0]
     if structure.type in (tuple, list) and structure.num_leaves == structure.num_children:
-        kind: Callable[[list[NeuronTensor]], Any] = structure.type
+        kind: Callable[[list[torch.Tensor]], Any] = structure.type
         return kind
     return lambda results: pytree.tree_unflatten(results, structure)

@@ -12,8 +12,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from neuron_streams.context import Context, DeviceLike, context, index_of
-from neuron_streams.lane import StreamState
+from neuron_streams.context import DeviceLike, context, core, index_of
 from neuron_streams.stream import DEVICE_TYPE, NeuronStream, default_stream
 
 __all__ = ["ExternalStream", "get_stream_from_external", "state_of"]
@@ -33,7 +32,7 @@ class ExternalStream(NeuronStream):
     """
 
     def __new__(cls, stream_ptr: int, device: DeviceLike = None, **kwargs: Any) -> Self:
-        return cls._of(*state_of(context(), device, stream_ptr=stream_ptr, **kwargs))
+        return cls._of(*state_of(device, stream_ptr=stream_ptr, **kwargs))
 
     def __init__(self, stream_ptr: int, device: DeviceLike = None, **kwargs: Any) -> None:
         pass  # torch.Stream is built in __new__
@@ -45,7 +44,6 @@ def get_stream_from_external(data_ptr: int, device: DeviceLike = None) -> Neuron
 
 
 def state_of(
-    found: Context,
     device: DeviceLike,
     *,
     stream_id: int = 0,
@@ -53,14 +51,14 @@ def state_of(
     device_type: int = DEVICE_TYPE,
     stream_ptr: int | None = None,
     **unknown: object,
-) -> tuple[StreamState, int]:
+) -> tuple[Any, int]:
     """What the keywords of `Stream` stand for: the lane, and the id of the stream object."""
     if unknown:
         raise TypeError(f"Stream() got an unexpected keyword argument {next(iter(unknown))!r}")
     stream_id = operator.index(stream_id)
     if stream_ptr is not None:
         stream_ptr = operator.index(stream_ptr)
-        return _of_handle(found, stream_ptr, index_of(device)), stream_ptr
+        return _of_handle(stream_ptr, index_of(device)), stream_ptr
     if device_type != DEVICE_TYPE:
         raise ValueError(
             f"Stream(device_type={device_type}): not a Neuron stream, whose device_type is "
@@ -68,9 +66,9 @@ def state_of(
         )
     index = index_of(device if device_index is None else device_index)
     if not stream_id & 1:
-        return _of_handle(found, stream_id, index), stream_id
-    state = found.states.get(stream_id >> 1)
-    if state is None or state.device != index:
+        return _of_handle(stream_id, index), stream_id
+    state = core().find_stream(stream_id, index)
+    if state is None:
         raise RuntimeError(
             f"Stream(stream_id={stream_id}, device_index={index}): there is no such stream; "
             "it lives only as long as an object of it"
@@ -78,16 +76,16 @@ def state_of(
     return state, stream_id
 
 
-def _of_handle(found: Context, handle: int, device: int) -> StreamState:
+def _of_handle(handle: int, device: int) -> Any:
     if handle == 0:
         return default_stream(device)._state
     lane = handle >> 1
-    state = found.states.get(lane)
-    if state is not None and state.device == device and not handle & 1:
+    state = None if handle & 1 else core().find_stream(handle, device)
+    if state is not None:
         return state
-    if handle & 1 or lane not in found.runtime.lanes(device):
+    if handle & 1 or lane not in context().runtime.lanes(device):
         raise RuntimeError(
             f"ExternalStream({handle:#x}): there is no such lane on neuron:{device}; give the "
             "native_handle of a stream that is alive, and its device"
         )
-    return StreamState(found, device, 0, lane)
+    return core().foreign_stream(lane, device)

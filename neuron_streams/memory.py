@@ -1,168 +1,184 @@
-"""Copies between the host and a device, and within devices.
+"""Memory of devices and pinned memory, spelled as in torch.cuda: real counts of live buffers.
 
-Pageable host memory is read at the call, before `copy_` returns, so the caller may change it at
-once: a fresh device buffer, which no command has named yet, is written on the spot; any other goes
-through a command of the current stream. Pinned host memory (`tensor.pin_memory()`) is read when the
-stream gets there, as in CUDA. Copies to the host are commands where the memory is pinned, as what
-`to("cpu", non_blocking=True)` makes is; into pageable memory the host copies and waits, as in CUDA.
+A buffer lives as long as a tensor shows it or a pending command names it. Because nothing is
+cached, reserved is allocated.
 """
 
 from __future__ import annotations
 
-import math
-import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-import torch
-
-from neuron_streams._runtime.cpu import HOST, tensor_of
-from neuron_streams._runtime.ledger import Ledger
-from neuron_streams._runtime.port import Buffer, Copy, Ticket, View
-from neuron_streams.context import context, raise_first
-from neuron_streams.device import check_sync
-from neuron_streams.stream import current_stream
+from neuron_streams.context import DeviceLike, context, core, index_of
 
 __all__ = [
-    "contiguous",
-    "copy_between",
-    "copy_into",
-    "empty",
-    "from_host",
-    "is_pinned",
-    "mark_pinned",
-    "pin",
-    "pinned",
-    "to_host",
-    "wait_for",
+    "empty_cache",
+    "get_per_process_memory_fraction",
+    "host_memory_stats",
+    "host_memory_stats_as_nested_dict",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "mem_get_info",
+    "memory_allocated",
+    "memory_reserved",
+    "memory_stats",
+    "memory_stats_as_nested_dict",
+    "memory_summary",
+    "reset_accumulated_host_memory_stats",
+    "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated",
+    "reset_peak_host_memory_stats",
+    "reset_peak_memory_stats",
+    "set_per_process_memory_fraction",
 ]
 
-pinned = Ledger()
-_pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+_NUMBERS = ("allocation", "segment", "active")
+_BYTES = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
+_METRICS = ("current", "peak", "allocated", "freed")
 
 
-def is_pinned(tensor: torch.Tensor) -> bool:
-    """Whether copies from a host tensor read it only when the stream gets there."""
-    return bool(_pinned) and tensor.untyped_storage() in _pinned
+_PINNED = -1  # the number that the extension has for the memory of the host
 
 
-def mark_pinned(tensor: torch.Tensor) -> None:
-    """Count a host tensor's memory as pinned, for as long as it lives."""
-    storage = tensor.untyped_storage()
-    if storage not in _pinned:
-        _pinned.add(storage)
-        pinned.born(storage.nbytes())
-        weakref.finalize(storage, pinned.dead, storage.nbytes()).atexit = False
+def _counts(device: int) -> dict[str, Any]:
+    context()
+    counts: dict[str, Any] = core().counts(device)
+    return counts
 
 
-def pin(source: torch.Tensor) -> torch.Tensor:
-    """A copy of a host tensor in pinned memory. Host: copies, waits for nobody."""
-    with torch.inference_mode(False), torch.no_grad():
-        made = torch.empty_like(source, memory_format=torch.contiguous_format).copy_(source)
-    mark_pinned(made)
-    return made
+def memory_stats_as_nested_dict(device: DeviceLike = None) -> dict[str, Any]:
+    """`memory_stats` with a dictionary per dot in its keys. Host: returns at once."""
+    counts = _counts(index_of(device))
+    found: dict[str, Any] = {name: {"all": dict(counts["number"])} for name in _NUMBERS}
+    found.update({name: {"all": dict(counts["bytes"])} for name in _BYTES})
+    found.update(num_alloc_retries=counts["retries"], num_ooms=counts["refusals"])
+    return found
 
 
-def contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor, in elements."""
-    strides, step = [], 1
-    for extent in reversed(size):
-        strides.append(step)
-        step *= max(extent, 1)
-    return tuple(reversed(strides))
+def memory_stats(device: DeviceLike = None) -> dict[str, Any]:
+    """Counts and bytes of the live buffers of a device, keys sorted: `allocated_bytes.all.peak`.
 
-
-def empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: int) -> View:
-    """A view of a fresh buffer with room for exactly these strides."""
-    reach = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-    elements = 0 if math.prod(size) == 0 else reach
-    buffer = context().runtime.allocate(device, elements * dtype.itemsize)
-    return View(buffer, dtype, size, stride)
-
-
-def write_fresh(view: View, source: torch.Tensor) -> None:
-    """Write host data into a buffer that no command has named. Host: copies, waits for nobody."""
-    with torch.inference_mode():
-        tensor_of(view).copy_(source.detach())
-
-
-def from_host(source: torch.Tensor, device: int) -> View:
-    """A contiguous device copy of a host tensor. Host: copies at once. Stream: nobody."""
-    size = tuple(source.shape)
-    view = empty(size, contiguous(size), source.dtype, device)
-    view.buffer.fill(source)
-    return view
-
-
-def to_host(view: View, out: torch.Tensor, non_blocking: bool) -> None:
-    """Copy a view into host memory.
-
-    Host: `non_blocking` into pinned memory returns at once; else waits. Stream: the current one of
-    the view's device copies into pinned memory, since queued copies may still read it. Pageable
-    memory the host fills itself once the view's own writer is done: what else is queued has nothing
-    to do with either.
+    Host: returns at once. Source: torch.cuda.memory_stats.
     """
-    buffer, queued = view.buffer, is_pinned(out)
-    if not non_blocking:
-        check_sync()
-    if not (queued and non_blocking):
-        wait_for(buffer)
-    if not queued:
-        with torch.no_grad():
-            out.copy_(tensor_of(view))
+    return _flat(memory_stats_as_nested_dict(device))
+
+
+def _flat(nested: Mapping[str, Any]) -> dict[str, Any]:
+    return OrderedDict(sorted(_leaves("", nested)))
+
+
+def _leaves(prefix: str, value: Any) -> Iterable[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        yield prefix, value
         return
-    command = Copy(view, out, name="copy to host")
-    ticket = current_stream(buffer.device)._submit(command, reads=(buffer,))
-    if not non_blocking:
-        _finish(ticket)
+    for name, item in value.items():
+        yield from _leaves(f"{prefix}.{name}" if prefix else name, item)
 
 
-def _finish(ticket: Ticket) -> None:
-    """Wait for a copy and raise what it failed with."""
-    runtime = context().runtime
-    runtime.wait(ticket)
-    raise_first(runtime.failures(ticket, ticket.value - 1))
+def memory_allocated(device: DeviceLike = None) -> int:
+    """Bytes of the live buffers of a device. Host: returns at once."""
+    current: int = _counts(index_of(device))["bytes"]["current"]
+    return current
 
 
-def copy_into(target: View, source: torch.Tensor, non_blocking: bool) -> None:
-    """Copy host memory into a view; pageable memory may be changed when the call returns.
+def max_memory_allocated(device: DeviceLike = None) -> int:
+    """The most bytes that were live at once since the last reset. Host: returns at once."""
+    peak: int = _counts(index_of(device))["bytes"]["peak"]
+    return peak
 
-    Host: waits for the copy unless `non_blocking`. Stream: copies.
+
+def memory_reserved(device: DeviceLike = None) -> int:
+    """The same as `memory_allocated`, since nothing is cached."""
+    return memory_allocated(device)
+
+
+def max_memory_reserved(device: DeviceLike = None) -> int:
+    """The same as `max_memory_allocated`, since nothing is cached."""
+    return max_memory_allocated(device)
+
+
+def reset_peak_memory_stats(device: DeviceLike = None) -> None:
+    """Start the peaks of a device at what is live now. Host: returns at once."""
+    _reset(index_of(device), peak=True)
+
+
+def _reset(device: int, *, peak: bool = False, accumulated: bool = False) -> None:
+    context()
+    core().reset_counts(device, peak, accumulated)
+
+
+reset_max_memory_allocated = reset_peak_memory_stats
+
+
+def reset_accumulated_memory_stats(device: DeviceLike = None) -> None:
+    """Start the `allocated` and `freed` metrics of a device at 0. Host: returns at once."""
+    _reset(index_of(device), accumulated=True)
+
+
+def empty_cache() -> None:
+    """Nothing: a buffer is freed with its last user. Host: returns at once."""
+
+
+def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
+    """(free, total) bytes of a device. Host: returns at once. Source: torch.cuda.mem_get_info.
+
+    In all there is what the host has where the CPU plays the device, or what
+    NEURON_STREAMS_MEMORY or `set_per_process_memory_fraction` says.
     """
-    buffer = target.buffer
-    if is_pinned(source):
-        kept = source.detach()
-    elif not buffer.named:
-        write_fresh(target, source)
-        return
-    else:
-        kept = torch.empty(source.shape, dtype=target.dtype, device=HOST).copy_(source.detach())
-    command = Copy(kept, target, name="copy from host")
-    ticket = current_stream(buffer.device)._submit(command, writes=(buffer,))
-    if not non_blocking:
-        check_sync()
-        _finish(ticket)
+    index = index_of(device)
+    total = context().port.capacity(index)
+    return max(total - memory_allocated(index), 0), total
 
 
-def copy_between(target: View, source: View) -> None:
-    """Copy a view into another, on the current stream of the target's device.
+def set_per_process_memory_fraction(fraction: float, device: DeviceLike = None) -> None:
+    """Let a device allocate at most a fraction of the memory that there is.
 
-    Between devices the copy starts behind the current stream of the source's device, too, and what
-    is submitted there afterwards, which may overwrite the source, starts behind the copy.
-    Host: returns at once. Stream: copies.
+    Raises:
+        ValueError: the fraction is not between 0 and 1.
+
+    Host: returns at once. Source: torch.cuda.set_per_process_memory_fraction.
     """
-    stream = current_stream(target.buffer.device)
-    command = Copy(source, target, name="copy")
-    if source.buffer.device == target.buffer.device:
-        stream._submit(command, reads=(source.buffer,), writes=(target.buffer,))
-        return
-    giver = current_stream(source.buffer.device)
-    stream.wait_stream(giver)
-    giver._state.wait(stream._submit(command, reads=(source.buffer,), writes=(target.buffer,)))
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+    found = context()
+    found.port.set_capacity(index_of(device), int(found.memory * fraction))
 
 
-def wait_for(buffer: Buffer) -> None:
-    """Wait for a buffer's own writer and raise what poisons it. Host: waits. Stream: nobody."""
-    runtime = context().runtime  # raises in the child of a fork, where memory is a stale copy
-    if buffer.writer is not None:
-        runtime.wait(buffer.writer)
-    if buffer.failure is not None:
-        raise_first((buffer.failure,))
+def get_per_process_memory_fraction(device: DeviceLike = None) -> float:
+    """What `set_per_process_memory_fraction` has set; 1.0 before. Host: returns at once."""
+    found = context()
+    capacity: int = found.port.capacity(index_of(device))
+    return capacity / found.memory
+
+
+def memory_summary(device: DeviceLike = None, abbreviated: bool = False) -> str:
+    """`memory_stats` as a table for people. Host: returns at once."""
+    nested = memory_stats_as_nested_dict(device)
+    head = f"neuron:{index_of(device)}"
+    lines = [f"{head:<16}" + "".join(f"{name:>16}" for name in _METRICS)]
+    for name in (_BYTES[0], _NUMBERS[0]) if abbreviated else (*_BYTES, *_NUMBERS):
+        values = nested[name]["all"].values()
+        lines.append(f"{name:<16}" + "".join(f"{value:>16}" for value in values))
+    return "\n".join(lines)
+
+
+def host_memory_stats_as_nested_dict() -> dict[str, Any]:
+    """`host_memory_stats` with a dictionary per dot in its keys. Host: returns at once."""
+    counts = _counts(_PINNED)
+    return {"allocation": dict(counts["number"]), "allocated_bytes": dict(counts["bytes"])}
+
+
+def host_memory_stats() -> dict[str, Any]:
+    """Counts and bytes of live pinned memory. Host: returns at once."""
+    return _flat(host_memory_stats_as_nested_dict())
+
+
+def reset_peak_host_memory_stats() -> None:
+    """Start the peaks of pinned memory at what is live now. Host: returns at once."""
+    _reset(_PINNED, peak=True)
+
+
+def reset_accumulated_host_memory_stats() -> None:
+    """Start the `allocated` and `freed` metrics of pinned memory at 0. Host: returns at once."""
+    _reset(_PINNED, accumulated=True)

@@ -1,24 +1,22 @@
 """Streams: in-order lists of commands on a device, spelled as in torch.cuda.
 
-A stream is a view of a lane, whose objects share a `StreamState`. `external` has ids and handles.
+A stream is a view of a lane of the runtime, which lives in the extension together with what each
+thread has as current. `external` has ids and handles.
 """
 
 from __future__ import annotations
 
 import ctypes
 import operator
-from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeGuard
 
 import torch
 from typing_extensions import Self
 
-from neuron_streams._runtime.port import Buffer, Command, Ticket
-from neuron_streams.context import DeviceLike, Here, context, held, index_of, raise_first
-from neuron_streams.device import check_sync
+from neuron_streams._runtime.port import Command, Ticket
+from neuron_streams.context import DeviceLike, context, core, index_of
 from neuron_streams.errors import ForeignError, UnsupportedError
-from neuron_streams.lane import StreamState, weakly
 
 if TYPE_CHECKING:
     from neuron_streams.event import Event
@@ -35,6 +33,14 @@ __all__ = [
 
 LEAST_PRIORITY, GREATEST_PRIORITY = 0, -3
 DEVICE_TYPE = 20  # c10::DeviceType::PrivateUse1
+
+_wait_event = torch.Stream.wait_event
+_wait_stream = torch.Stream.wait_stream
+
+
+def weakly(base: type) -> tuple[str, ...]:
+    """The slot that makes subclasses of a class of torch weakly referable, if it lacks one."""
+    return () if base.__weakrefoffset__ else ("__weakref__",)
 
 
 class NeuronStream(torch.Stream):
@@ -53,28 +59,34 @@ class NeuronStream(torch.Stream):
 
     __slots__ = ("__dict__", "_state", *weakly(torch.Stream))
 
-    _state: StreamState
+    _state: Any  # the extension's StreamState
 
     def __new__(cls, device: DeviceLike = None, priority: int = 0, **kwargs: Any) -> Self:
-        found = context()
+        context()
         if kwargs:
             from neuron_streams.external import state_of
 
-            return cls._of(*state_of(found, device, **kwargs))
+            return cls._of(*state_of(device, **kwargs))
         clamped = min(LEAST_PRIORITY, max(GREATEST_PRIORITY, operator.index(priority)))
-        state = StreamState(found, index_of(device), clamped)
-        return cls._of(state, state.lane << 1 | 1)
+        state = core().open_stream(index_of(device), clamped)
+        return cls._of(state, state.id)
 
     @classmethod
-    def _of(cls, state: StreamState, stream_id: int) -> Self:
+    def _of(cls, state: Any, stream_id: int) -> Self:
         made = super().__new__(
             cls, stream_id=stream_id, device_index=state.device, device_type=DEVICE_TYPE
         )
         made._state = state
+        state.own(made)
         return made
 
     def __init__(self, device: DeviceLike = None, priority: int = 0, **kwargs: Any) -> None:
         pass  # torch.Stream is built in __new__
+
+    def __del__(self) -> None:
+        state = getattr(self, "_state", None)
+        if state is not None:
+            state.disown(id(self))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("cannot pickle or copy a stream; a process or thread makes its own")
@@ -82,7 +94,8 @@ class NeuronStream(torch.Stream):
     @property
     def priority(self) -> int:
         """From 0 (least) to -3 (greatest)."""
-        return self._state.priority
+        priority: int = self._state.priority
+        return priority
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
@@ -117,37 +130,35 @@ class NeuronStream(torch.Stream):
     def wait_event(self, event: torch.Event) -> None:
         """Make work submitted to this stream from now on wait for an event.
 
-        Only the event's newest record counts, as it stands at this call; an unrecorded event makes
-        nobody wait. Host: returns at once. Stream: waits. Source: torch.cuda.Stream.wait_event.
+        Only the event's newest record counts, as it stands at this call; an unrecorded event is not
+        waited for. Host: returns at once. Stream: waits. Source: torch.cuda.Stream.wait_event.
         """
-        try:
-            ticket = event._ticket  # type: ignore[attr-defined]
-        except AttributeError:
-            from neuron_streams.event import as_event
-
-            ticket = as_event(event)._ticket
-        if ticket is not None:
-            self._state.wait(ticket)
+        if not is_event(event):
+            raise foreign_event(event)
+        _wait_event(self, event)
 
     def wait_stream(self, stream: torch.Stream) -> None:
         """Make work submitted from now on wait for all work submitted to another stream so far.
 
         Host: returns at once. Stream: waits. Source: torch.cuda.Stream.wait_stream.
         """
-        other = stream._state if type(stream) is NeuronStream else as_stream(stream)._state
-        self._state.wait(other.ticket() if other.waits else other.last or other.ticket())
+        if not is_stream(stream):
+            raise foreign_stream(stream)
+        _wait_stream(self, stream)
 
-    def record_event(self, event: Event | None = None) -> Event:  # type: ignore[override]
+    def record_event(self, event: torch.Event | None = None) -> Event:  # type: ignore[override]
         """Record an event here, a new one if none is given; returns it. Host: returns at once."""
-        from neuron_streams.event import Event, as_event
+        from neuron_streams.event import Event
 
-        recorded = Event() if event is None else as_event(event)
+        recorded = Event() if event is None else event
+        if not is_event(recorded):
+            raise foreign_event(event)
         recorded.record(self)
-        return recorded
+        return recorded  # type: ignore[return-value]
 
     def query(self) -> bool:
         """Whether all work submitted so far has completed. Host: returns at once."""
-        return self._state.done()
+        return super().query()
 
     def synchronize(self) -> None:
         """Wait until all work submitted so far has completed.
@@ -157,19 +168,14 @@ class NeuronStream(torch.Stream):
 
         Host: waits. Stream: nobody. Source: torch.cuda.Stream.synchronize.
         """
-        state = self._state
-        check_sync()
-        ticket = state.ticket()
-        state.context.runtime.wait(ticket)
-        raise_first(state.failures(ticket))
+        super().synchronize()
 
-    def _submit(
-        self, command: Command, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
-    ) -> Ticket:
-        return self._state.submit(command, reads, writes)
+    def _submit(self, command: Command) -> Ticket:
+        ticket: Ticket = self._state.submit(command)
+        return ticket
 
     def __enter__(self) -> Self:
-        context().threads.here.enter(self, self, self._state.device)
+        core().enter(self, self._state)
         return self
 
     def __exit__(  # type: ignore[override]
@@ -178,14 +184,14 @@ class NeuronStream(torch.Stream):
         error: BaseException | None = None,
         traceback: TracebackType | None = None,
     ) -> Literal[False]:
-        if not context().threads.here.leave(self):
+        if not core().leave(self):
             raise RuntimeError("Stream.__exit__: this thread has not entered the stream")
         return False
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, NeuronStream)
-            and self._state is other._state
+            and self._state.same(other._state)
             and self.stream_id == other.stream_id
         )
 
@@ -210,19 +216,42 @@ class NeuronStream(torch.Stream):
 Stream = NeuronStream
 
 
+def is_stream(stream: object) -> TypeGuard[torch.Stream]:
+    """Whether it is a stream of a Neuron device, whatever torch calls it."""
+    return isinstance(stream, torch.Stream) and stream.device_type == DEVICE_TYPE
+
+
+def is_event(event: object) -> TypeGuard[torch.Event]:
+    """Whether it is an event of a Neuron device, whatever torch calls it."""
+    return isinstance(event, torch.Event) and (
+        hasattr(event, "_timed") or torch.Event.device.__get__(event).type == "neuron"
+    )
+
+
 def as_stream(stream: object) -> NeuronStream:
     """One of ours, whatever torch calls it; a foreign one is refused with a sentence."""
     if isinstance(stream, NeuronStream):
         return stream
-    if isinstance(stream, torch.Stream) and stream.device_type == DEVICE_TYPE:
+    if is_stream(stream):
         return NeuronStream(
             stream_id=stream.stream_id,
             device_index=stream.device_index,
             device_type=stream.device_type,
         )
-    raise ForeignError(
+    raise foreign_stream(stream)
+
+
+def foreign_stream(stream: object) -> ForeignError:
+    return ForeignError(
         f"a Neuron stream is expected, but got {type(stream).__name__}; "
         "make one with neuron_streams.Stream()"
+    )
+
+
+def foreign_event(event: object) -> ForeignError:
+    return ForeignError(
+        f"a Neuron event is expected, but got {type(event).__name__}; "
+        "make one with neuron_streams.Event()"
     )
 
 
@@ -231,16 +260,8 @@ def default_stream(device: DeviceLike = None) -> NeuronStream:
 
     Host: returns at once. Source: torch.cuda.default_stream.
     """
-    found = context()
-    index = index_of(device)
-    made = found.defaults.get(index)
-    if made is None:
-        with found.lock:
-            made = found.defaults.get(index)
-            if made is None:
-                made = NeuronStream._of(StreamState(found, index, 0), 0)
-                found.defaults[index] = made
-    return made
+    context()
+    return _wrapped(core().default_stream(index_of(device)))
 
 
 def current_stream(device: DeviceLike = None) -> NeuronStream:
@@ -248,15 +269,12 @@ def current_stream(device: DeviceLike = None) -> NeuronStream:
 
     Source: torch.cuda.current_stream.
     """
-    found = held.context
-    if device is not None or found is None:
-        index = index_of(device)
-        return context().threads.here.streams.get(index) or default_stream(index)
-    here = found.threads.here
-    stream = here.stream
-    if stream is None:
-        stream = here.stream = default_stream(here.device)
-    return stream
+    return _wrapped(core().current_stream(-1 if device is None else index_of(device)))
+
+
+def _wrapped(found: Any) -> NeuronStream:
+    """A stream object, or one over a state that has none yet."""
+    return found if isinstance(found, NeuronStream) else NeuronStream._of(found, found.id)
 
 
 def set_stream(stream: torch.Stream | None) -> None:
@@ -265,10 +283,7 @@ def set_stream(stream: torch.Stream | None) -> None:
     Host: returns at once. Source: torch.cuda.set_stream.
     """
     if stream is not None:
-        ours = as_stream(stream)
-        here = context().threads.here
-        here.streams[ours._state.device] = ours
-        here.go(ours._state.device)
+        core().set_stream(as_stream(stream)._state)
 
 
 class StreamContext:
@@ -284,14 +299,11 @@ class StreamContext:
     def __init__(self, stream: torch.Stream | None) -> None:
         ours = type(stream) is NeuronStream or stream is None
         self.stream: Any = stream if ours else as_stream(stream)
-        self._here: Here | None = None
+        self._here: Any = None  # what the thread that entered has as current
 
     def __enter__(self) -> None:
-        stream = self.stream
-        if stream is not None:
-            found = held.context or context()
-            here = self._here = found.threads.here
-            here.enter(self, stream, stream._state.device)
+        if self.stream is not None:
+            self._here = core().enter(self, self.stream._state)
 
     def __exit__(
         self,
@@ -299,11 +311,8 @@ class StreamContext:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> Literal[False]:
-        if self.stream is None:
-            return False
-        found = held.context or context()
-        if not found.threads.here.leave(self) and self._here is not None:
-            self._here.leave(self, mine=False)
+        if self.stream is not None and not core().leave(self) and self._here is not None:
+            self._here.leave(self)
         return False
 
 

@@ -15,8 +15,8 @@ from typing_extensions import Self
 
 from neuron_streams._runtime.emulated import EmulatedRuntime
 from neuron_streams._runtime.manual import DeadlockError, ManualRuntime
-from neuron_streams._runtime.port import Pledge, Runtime
-from neuron_streams.context import replace
+from neuron_streams._runtime.port import Runtime
+from neuron_streams.context import context, core, replace
 from neuron_streams.stream import as_stream, current_stream
 
 __all__ = ["DeadlockError", "EmulatedRuntime", "Gate", "ManualRuntime", "use_runtime"]
@@ -38,15 +38,13 @@ class Gate:
 
     def __init__(self, stream: torch.Stream | None = None) -> None:
         state = (current_stream() if stream is None else as_stream(stream))._state
-        self._context = state.context
-        self._lane = self._runtime.open_lane(state.device, host=True)
-        self._ticket = self._runtime.submit(self._lane, Pledge(name="gate"))
-        state.wait(self._ticket)
-        state.flush()
-
-    @property
-    def _runtime(self) -> Runtime:
-        return self._context.runtime
+        self._runtime = runtime = context().runtime
+        self._lane = runtime.open_lane(state.device, host=True)
+        ticket = runtime.submit(self._lane, core().Pledge("gate"))
+        assert ticket is not None
+        self._ticket = ticket
+        state.wait(ticket)
+        state.ticket()  # the wait counts from now on, not from the next command
 
     @property
     def is_open(self) -> bool:

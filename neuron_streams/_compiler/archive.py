@@ -20,7 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from neuron_streams._compiler.signature import Signature, TensorSpec
-from neuron_streams._runtime import toolchain
+from neuron_streams._runtime import cache, toolchain
 from neuron_streams._runtime.port import Payload
 from neuron_streams._runtime.program import Layout, Library, Program, Run, Slice
 
@@ -163,7 +163,9 @@ def _program(name: str, data: dict[str, bytes]) -> Program:
 
 def _kept(library: bytes) -> Path:
     key = hashlib.sha256(library).hexdigest()
-    return toolchain.keep("loaded", key, "library.so", lambda path: _write(path, library))
+    return cache.keep(
+        "archives", key, "library.so", lambda path: _write(path, library), toolchain.loads
+    )
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 import os
-import sys
+import shlex
 import tempfile
 import time
 import warnings
@@ -30,7 +30,7 @@ from torch import fx
 
 from neuron_streams._compiler.plan import Plan
 from neuron_streams._compiler.segment import Segment
-from neuron_streams._runtime import toolchain
+from neuron_streams._runtime import cache, toolchain
 from neuron_streams._runtime.program import Library, Program, Run
 
 __all__ = ["UnsupportedOperatorError", "libraries", "program"]
@@ -38,7 +38,7 @@ __all__ = ["UnsupportedOperatorError", "libraries", "program"]
 log = logging.getLogger(__name__)
 
 _FORMAT = 1
-_KIND, _FILE = "libraries", "library.so"
+_KIND, _FILE = "executables", "library.so"
 _MODEL = Path(__file__).with_name("model.h")
 _KERNEL_HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
 _INTERFACE = "// Definition of AOTI runtime interface functions"
@@ -54,10 +54,10 @@ def libraries(segments: Sequence[Segment]) -> list[Library]:
     Host: waits, for seconds for each one that the cache does not have.
     """
     keys = [_key(segment) for segment in segments]
-    found = {key: toolchain.find(_KIND, key, _FILE) for key in dict.fromkeys(keys)}
+    found = {key: _find(key) for key in dict.fromkeys(keys)}
     missing = {k: s for k, s in zip(keys, segments, strict=True) if found[k] is None}
     if missing:
-        with toolchain.exclusive("compile"):
+        with cache.exclusive("compile"):
             found.update(_build(missing))
     paths = [path for key in keys if (path := found[key]) is not None]
     return [Library(path, s.outputs) for path, s in zip(paths, segments, strict=True)]
@@ -73,6 +73,10 @@ def program(name: str, plan: Plan) -> Program:
         for step in plan.steps
     )
     return Program(name, plan.inputs, plan.weights, tuple(distinct), steps, plan.results)
+
+
+def _find(key: str) -> Path | None:
+    return cache.find(_KIND, key, _FILE, toolchain.loads)
 
 
 def _key(segment: Segment) -> str:
@@ -107,22 +111,30 @@ class _Number(str):
         return str(self)
 
 
-def _build(missing: dict[str, Segment]) -> dict[str, Path | None]:
+def _build(missing: dict[str, Segment]) -> dict[str, Path]:
     """Build what another process has not built meanwhile."""
     started, jobs = time.perf_counter(), dict[str, Future[Path]]()
+    found: dict[str, Path] = {}
     headers: dict[str, Future[Path]] = {}
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        for number, (key, segment) in enumerate(missing.items(), 1):
-            if toolchain.find(_KIND, key, _FILE) is None:
+        try:
+            for number, (key, segment) in enumerate(missing.items(), 1):
+                path = _find(key)
+                if path is not None:
+                    found[key] = path
+                    continue
                 log.info("compiling part %d of %d", number, len(missing))
                 source = _generate(segment)
                 for name in () if headers else _HEADERS:
                     headers[name] = pool.submit(_header, name, source.compile)
                 jobs[key] = pool.submit(_assemble, key, source, headers)
-        for job in jobs.values():
-            job.result()
+            found.update((key, job.result()) for key, job in jobs.items())
+        except (KeyboardInterrupt, SystemExit):
+            pool.shutdown(wait=False, cancel_futures=True)
+            toolchain.stop()
+            raise
     log.info("compiled %d parts in %.1f s", len(jobs), time.perf_counter() - started)
-    return {key: toolchain.find(_KIND, key, _FILE) for key in missing}
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +152,13 @@ def _generate(segment: Segment) -> _Source:
 
     module = fx.GraphModule({}, segment.graph)
     inputs = [node.meta["val"] for node in segment.graph.find_nodes(op="placeholder")]
-    with tempfile.TemporaryDirectory(dir=toolchain.cache_folder()) as folder:
+    with _plain_folder() as folder:
         with _inductor_settings(folder):
-            options = {**_OPTIONS, "aot_inductor.output_path": folder}
+            options = {
+                **_OPTIONS,
+                "aot_inductor.output_path": folder,
+                "cpp.cxx": (_for_inductor(folder),),
+            }
             files = torch._inductor.aot_compile(module, tuple(inputs), options=options)
         assert isinstance(files, list)
         paths = [Path(str(file)) for file in files]
@@ -165,6 +181,33 @@ _OPTIONS = {
     "aot_inductor.enable_frame_pointer": False,
     "cpp.vec_isa_ok": True,  # else it compiles a program to see whether the processor can AVX
 }
+
+
+@contextlib.contextmanager
+def _plain_folder() -> Iterator[str]:
+    """A folder for what Inductor writes, which puts its path into commands without quotes."""
+    with cache.scratch() as own, contextlib.ExitStack() as stack:
+        if not _is_plain(str(own)):
+            shared = tempfile.gettempdir()
+            parent = shared if _is_plain(shared) else "/tmp"
+            yield stack.enter_context(tempfile.TemporaryDirectory(dir=parent))
+        else:
+            yield str(own)
+
+
+def _is_plain(path: str) -> bool:
+    return shlex.quote(path) == path
+
+
+def _for_inductor(folder: str) -> str:
+    """The compiler as one path without spaces, since Inductor takes no arguments with it."""
+    command = _cxx()
+    if len(command) == 1 and _is_plain(command[0]):
+        return command[0]
+    script = Path(folder) / "c++"
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    script.chmod(0o700)
+    return str(script)
 
 
 @contextlib.contextmanager
@@ -209,7 +252,7 @@ def _assemble(key: str, source: _Source, headers: dict[str, Future[Path]]) -> Pa
             log.info("compiling as torch does, since the short way failed: %s", error)
             _compile_whole(source, target)
 
-    return toolchain.keep(_KIND, key, _FILE, build)
+    return cache.keep(_KIND, key, _FILE, build, toolchain.loads)
 
 
 def _compile_split(source: _Source, target: Path, headers: dict[str, Path]) -> None:
@@ -220,7 +263,7 @@ def _compile_split(source: _Source, target: Path, headers: dict[str, Path]) -> N
         file.write_text(text)
         objects.append(file.with_suffix(".o"))
         command = [*_cxx(), _HEADERS[name], *source.compile, "-include", str(headers[name])]
-        toolchain.run([*command, "-c", str(file), "-o", str(objects[-1])])
+        toolchain.run([*command, "-c", str(file), "-o", str(objects[-1])], objects[-1])
         file.unlink()
     _link(source, objects, target)
 
@@ -243,22 +286,23 @@ def _compile_whole(source: _Source, target: Path) -> None:
     file.write_text(source.text)
     constants.write_bytes(source.constants)
     made = file.with_suffix(".o")
-    toolchain.run([*_cxx(), "-O2", *source.compile, "-c", str(file), "-o", str(made)])
+    toolchain.run([*_cxx(), "-O2", *source.compile, "-c", str(file), "-o", str(made)], made)
     file.unlink()
     _link(source, [made, constants], target)
 
 
 def _link(source: _Source, objects: Sequence[Path], target: Path) -> None:
-    toolchain.run([*_cxx(), *map(str, objects), "-shared", "-o", str(target), *source.link])
+    command = [*_cxx(), *map(str, objects), "-shared", "-o", str(target), *source.link]
+    toolchain.run(command, target)
     for file in objects:
         file.unlink()
 
 
-def _cxx() -> list[str]:
-    path = toolchain.cxx_compiler()
-    if path is None:
+def _cxx() -> tuple[str, ...]:
+    command = toolchain.cxx_compiler()
+    if command is None:
         raise RuntimeError("there is no C++ compiler. Set CXX, or use target='exported'.")
-    return [path]
+    return command
 
 
 # The headers that the parts of a library begin with, and how hard each part is optimised.
@@ -273,9 +317,9 @@ def _header(name: str, flags: Sequence[str]) -> Path:
 
     def build(target: Path) -> None:
         target.write_text(text)
-        if sys.platform == "linux" and "clang" not in command[0]:
+        if toolchain.is_gcc(_cxx()):
             ahead = target.with_suffix(".h.gch")
-            toolchain.run([*command, "-x", "c++-header", str(target), "-o", str(ahead)])
+            toolchain.run([*command, "-x", "c++-header", str(target), "-o", str(ahead)], ahead)
 
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    return toolchain.keep("headers", key, f"{name}.h", build)
+    return cache.keep("precompiled", key, f"{name}.h", build)

@@ -1,7 +1,6 @@
 """How a compiled program runs: its libraries opened, its steps in one call without the GIL.
 
-`native.c` walks the steps; where there is no C compiler, Python does, and lets go of the GIL in
-each library. Tensors become handles of libtorch's C ABI and back by two private functions of
+`native.c` walks the steps. Tensors become handles of libtorch's C ABI and back by two private functions of
 torch that its own Python wrapper of AOTInductor rests on; `supported` says whether they are there.
 """
 
@@ -18,8 +17,8 @@ from typing import Any
 
 import torch
 
-from . import toolchain
-from .program import Layout, Library, Program, Run, Slice, words
+from . import extension
+from .program import Layout, Library, Program, Run, words
 
 __all__ = ["ProgramHandle", "supported"]
 
@@ -45,14 +44,11 @@ class ProgramHandle:
         self.name = program.name
         self._program = program
         self._instances = [_Instance(library) for library in program.libraries]
-        native = toolchain.native()
-        self._chain = None if native is None else _Chain(native, program, self._instances)
-        self.address = None if self._chain is None else ctypes.addressof(self._chain.table)
+        self._chain = _Chain(program, self._instances)
+        self.address = ctypes.addressof(self._chain.table)
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run to the end with the GIL free and return fresh outputs."""
-        if self._chain is None:
-            return self._interpret(inputs)
         outputs, failed = self._chain.run(inputs)
         if failed:
             raise RuntimeError(f"{self.name}: {self._complaint(failed)}")
@@ -64,19 +60,6 @@ class ProgramHandle:
             return f"step {failed} failed. There may be no memory left."
         return self._instances[step.library].last_error()
 
-    def _interpret(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        program = self._program
-        values: dict[int, torch.Tensor] = dict(enumerate((*inputs, *program.weights)))
-        for step in program.steps:
-            if isinstance(step, Slice):
-                source = values[step.source]
-                offset = source.storage_offset() + step.offset
-                values[step.target] = source.as_strided(step.size, step.stride, offset)
-                continue
-            made = self._instances[step.library].run([values[v] for v in step.inputs])
-            values.update(zip(step.outputs, made, strict=True))
-        return [values[v] for v in program.results]
-
 
 class _Instance:
     """One library, opened, with a container of its own."""
@@ -86,7 +69,6 @@ class _Instance:
             raise RuntimeError(
                 f"{library.path} has gone from the cache since it was compiled. Compile again."
             )
-        self._library = library
         self._open = ctypes.CDLL(str(library.path))
         self.container = ctypes.c_void_p()
         create = self._open.AOTInductorModelContainerCreateWithDevice
@@ -95,15 +77,6 @@ class _Instance:
         self.entry = self._open.AOTInductorModelContainerRun
         delete = self._open.AOTInductorModelContainerDelete
         weakref.finalize(self, delete, self.container).atexit = False
-
-    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        count = len(self._library.outputs)
-        taken, made = _handles(inputs), (ctypes.c_void_p * count)()
-        size, none = ctypes.c_size_t, ctypes.c_void_p(None)
-        if self.entry(self.container, taken, size(len(inputs)), made, size(count), none, none):
-            raise RuntimeError(self.last_error())
-        promised = zip(_tensors(made), self._library.outputs, strict=True)
-        return [_settled(tensor, layout) for tensor, layout in promised]
 
     def asks(self) -> int | None:
         """The address of the function that says why a run failed, for native.c."""
@@ -121,7 +94,7 @@ class _Instance:
 class _Chain:
     """The program as native.c takes it. Everything it points to is kept here."""
 
-    def __init__(self, native: ctypes.CDLL, program: Program, instances: list[_Instance]) -> None:
+    def __init__(self, program: Program, instances: list[_Instance]) -> None:
         code = list(itertools.chain.from_iterable(words(program)))
         runs = [step for step in program.steps if isinstance(step, Run)]
         layouts = [word for layout in program.inputs for word in _layout_words(layout)]
@@ -150,7 +123,7 @@ class _Chain:
         self._given = ctypes.c_void_p * len(program.inputs)
         self._made = ctypes.c_void_p * len(program.results)
         self._reference = ctypes.byref(self.table)
-        self._run = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 3)(("ns_run", native))
+        self._run = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 3)(("ns_run", ctypes.CDLL(extension.load().__file__)))
 
     def run(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
         given, made = self._given(*[tensor.data_ptr() for tensor in inputs]), self._made()
@@ -194,13 +167,6 @@ class _ProgramEntry(ctypes.Structure):
         ("result_count", ctypes.c_int64),
         ("results", ctypes.POINTER(ctypes.c_int64)),
     ]
-
-
-def _settled(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    pairs = zip(layout.size, layout.stride, tensor.stride(), strict=True)
-    if tensor.storage_offset() == 0 and all(n == 1 or a == b for n, a, b in pairs):
-        return tensor
-    return tensor.new_empty_strided(layout.size, layout.stride).copy_(tensor)
 
 
 _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(

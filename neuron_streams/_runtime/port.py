@@ -3,7 +3,10 @@
 A *lane* is an in-order list of commands, a *ticket* `(lane, value)` says "this lane has got as far
 as its value-th command". Per lane, commands run first in, first out; across lanes only `after`
 orders them. The commands of one device share its execution units, and a unit is a capacity, not a
-thread. Nothing here knows a stream, an event or a tensor: those are tickets with manners.
+thread. Nothing here knows a stream, an event or a tensor: those are built from tickets.
+
+Commands, buffers and failures are objects of the extension (`_torch/csrc/core.h`); the classes of
+those names here say what a runtime may ask of them.
 
 Source: the Neuron runtime's explicit async API (`nrta_*`), whose handles are execution-unit queues
 and sequence numbers.
@@ -12,47 +15,62 @@ and sequence numbers.
 from __future__ import annotations
 
 import enum
-import math
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from neuron_streams._runtime.ledger import Ledger
-
 __all__ = [
+    "FORGOTTEN",
     "Buffer",
+    "CancelledError",
     "Command",
     "Copy",
     "Execute",
     "Failure",
     "Form",
     "Handle",
-    "Marker",
-    "Operator",
+    "Kind",
     "Payload",
-    "Pledge",
     "Runtime",
-    "Sleep",
     "Ticket",
     "Unit",
     "View",
+    "cancelled",
+    "closed",
 ]
 
+FORGOTTEN = (1 << 63) - 1  # a closed lane has completed whatever it was given
 
-class Unit(enum.Enum):
-    """An execution unit of a NeuronCore; the value is how many queues it has."""
 
-    COMPUTE = 1
-    TENSOR_OP = 2
-    COLLECTIVES = 3
+class Unit(enum.IntEnum):
+    """An execution unit of a NeuronCore."""
+
+    COMPUTE = 0
+    TENSOR_OP = 1
+    COLLECTIVES = 2
 
     @property
     def queues(self) -> int:
-        return self.value
+        """How many commands it runs at a time."""
+        return self.value + 1
+
+
+class Kind(enum.IntEnum):
+    """What a command is.
+
+    A marker has nothing to run and completes when all before it has; a pledge completes when the
+    host says so (`Runtime.complete`); a sleep keeps a unit busy.
+    """
+
+    MARKER = 0
+    PLEDGE = 1
+    SLEEP = 2
+    COPY = 3
+    EXECUTE = 4
+    OPERATOR = 5
 
 
 class Ticket(NamedTuple):
@@ -62,192 +80,106 @@ class Ticket(NamedTuple):
     value: int
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class CancelledError(RuntimeError):
+    """A command that had not completed when its runtime was closed."""
+
+
+class Failure(Protocol):
     """The first cause of a command that did not run to its end; shared by all that it poisoned."""
 
-    error: BaseException
-    ticket: Ticket
-    what: str
-    traceback: TracebackType | None = None
+    @property
+    def error(self) -> BaseException: ...
+    @property
+    def ticket(self) -> Ticket: ...
+    @property
+    def what(self) -> str: ...
+    @property
+    def traceback(self) -> TracebackType | None: ...
 
 
-class Buffer:
-    """Device memory: a storage that may not be there yet, and the reason if it never will be.
+class Buffer(Protocol):
+    """Device memory. `writer` is the ticket of the last command submitted to write it."""
 
-    `writer` is the ticket of the last command submitted to write it and `named` says whether any
-    command ever named it, both set by whoever submits; `failure` poisons it, set and cleared by the
-    runtime as commands complete.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "device",
-        "failure",
-        "ledger",
-        "named",
-        "nbytes",
-        "storage",
-        "writer",
-    )
-
-    def __init__(
-        self,
-        device: int,
-        nbytes: int,
-        storage: torch.UntypedStorage | None = None,
-        ledger: Ledger | None = None,
-    ) -> None:
-        self.device = device
-        self.nbytes = nbytes
-        self.storage = storage
-        self.ledger = ledger
-        if ledger is not None:
-            ledger.born(nbytes)
-        self.writer: Ticket | None = None
-        self.named = False
-        self.failure: Failure | None = None
-
-    def fill(self, source: torch.Tensor) -> None:
-        """Write a host tensor of as many bytes into memory that no command has named yet."""
-        copy = source.detach().clone(memory_format=torch.contiguous_format).resolve_neg()
-        self.storage = copy.resolve_conj().untyped_storage()
-
-    def __del__(self) -> None:
-        if self.ledger is not None:
-            self.ledger.dead(self.nbytes)
+    @property
+    def device(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def writer(self) -> Ticket | None: ...
+    @property
+    def failure(self) -> Failure | None: ...
 
 
 Form: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 """The dtype, size and stride of a view."""
 
 
-@dataclass(slots=True, init=False)
-class View:
-    """A strided window on a buffer: sizes, strides and offset in elements of dtype.
-
-    Never changed once made. It is not frozen, and keeps its `form` in one piece as well, because
-    one is made for each output of a call, and each input is checked against what is expected.
-    """
-
-    buffer: Buffer
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    form: Form = field(repr=False, compare=False)
-
-    def __init__(
-        self,
-        buffer: Buffer,
-        dtype: torch.dtype,
-        size: tuple[int, ...],
-        stride: tuple[int, ...],
-        offset: int = 0,
-    ) -> None:
-        self.buffer = buffer
-        self.dtype = dtype
-        self.size = size
-        self.stride = stride
-        self.offset = offset
-        self.form = (dtype, size, stride)
+class View(Protocol):
+    """A strided window on a buffer: sizes, strides and offset in elements of dtype."""
 
     @property
-    def nbytes(self) -> int:
-        return math.prod(self.size) * self.dtype.itemsize
+    def buffer(self) -> Buffer: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def size(self) -> tuple[int, ...]: ...
+    @property
+    def stride(self) -> tuple[int, ...]: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Command(Protocol):
+    """Plain data: what to run, on which unit, which buffers it reads and writes."""
+
+    name: str
+    at: float | None  # of a timed marker: the moment of its completion, in seconds
 
     @property
-    def whole(self) -> bool:
-        """Whether writing the view overwrites every byte of its buffer."""
-        return self.nbytes == self.buffer.nbytes
+    def kind(self) -> int: ...
+    @property
+    def unit(self) -> int: ...
+    @property
+    def quick(self) -> bool: ...  # cheaper to run in place than to wake a thread for
+    @property
+    def timed(self) -> bool: ...
+    @property
+    def seconds(self) -> float: ...  # of a sleep
+    @property
+    def reads(self) -> Sequence[Buffer]: ...
+    @property
+    def outputs(self) -> Sequence[Buffer]: ...
+    @property
+    def mutated(self) -> Sequence[Buffer]: ...
+
+    def attempt(self, ticket: Ticket) -> Failure | None:
+        """Run to the end here, unless what it reads is poisoned, and settle what it writes."""
+
+    def settle(self, failure: Failure | None) -> None:
+        """Poison the outputs of a command that failed, or cure what one has written whole."""
 
 
-class Marker:
-    """Nothing to run: completes when all before it has. `timed` keeps the moment in `at`.
-
-    `cell` is where a timed marker has its moment, so that a runtime in C can write it.
-    """
-
-    __slots__ = ("__weakref__", "cell", "name", "timed")
-
-    def __init__(self, timed: bool = False, name: str = "marker") -> None:
-        self.timed = timed
-        self.name = name
-        self.cell = array("d", (math.nan,)) if timed else None
+class Copy(Command, Protocol):
+    """Copy a view into another; either may be host memory (a plain tensor), which is kept alive."""
 
     @property
-    def at(self) -> float | None:
-        """The moment of completion, in seconds on the runtime's clock; None while pending."""
-        moment = math.nan if self.cell is None else self.cell[0]
-        return None if math.isnan(moment) else moment
-
-    @at.setter
-    def at(self, moment: float) -> None:
-        if self.cell is not None:
-            self.cell[0] = moment
+    def source(self) -> View | torch.Tensor: ...
+    @property
+    def target(self) -> View | torch.Tensor: ...
 
 
-@dataclass(slots=True)
-class Pledge:
-    """A command of a host lane: completes when the host says so (`Runtime.complete`)."""
+class Execute(Command, Protocol):
+    """Run a loaded executable: inputs in its order (a buffer and an offset in bytes each), one
+    fresh buffer for each of its outputs."""
 
-    name: str = "pledge"
-
-
-@dataclass(slots=True)
-class Sleep:
-    """Keep a unit busy for `seconds`."""
-
-    seconds: float
-    unit: Unit = Unit.COMPUTE
-    name: str = "sleep"
-
-
-@dataclass(slots=True)
-class Copy:
-    """Copy source into target; either may be host memory (a plain tensor), which is kept alive."""
-
-    source: View | torch.Tensor
-    target: View | torch.Tensor
-    unit: Unit = Unit.TENSOR_OP
-    name: str = "copy"
-
-
-@dataclass(slots=True)
-class Execute:
-    """Run a loaded executable: inputs in its order, one fresh buffer for each of its outputs.
-
-    `mutated` are the positions of the inputs it updates in place (an alias on hardware).
-    """
-
-    handle: Handle
-    inputs: Sequence[View]
-    outputs: Sequence[Buffer]
-    mutated: Sequence[int] = ()
-    unit: Unit = Unit.COMPUTE
-    name: str = "execute"
-
-
-@dataclass(slots=True)
-class Operator:
-    """Run one eager operator; views among the arguments stand for device tensors.
-
-    `outputs` receive the storages of the results that alias no argument, in order; `mutated` are
-    the views that the operator writes in place, `overwrites` says that it writes them whole.
-    """
-
-    op: torch._ops.OpOverload[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    reads: tuple[Buffer, ...]
-    outputs: tuple[Buffer, ...] = ()
-    mutated: tuple[View, ...] = ()
-    overwrites: bool = False
-    unit: Unit = Unit.COMPUTE
-    name: str = "operator"
-
-
-Command: TypeAlias = Marker | Pledge | Sleep | Copy | Execute | Operator
+    @property
+    def handle(self) -> Handle: ...
+    @property
+    def inputs(self) -> Sequence[tuple[Buffer, int]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +196,10 @@ class Payload:
 
 
 class Handle(Protocol):
-    """A payload loaded on one device. CPU runtimes call `run`; others keep their own secrets."""
+    """A payload loaded on one device. `address` is that of a program for the chain runner.
+
+    Where it has none, or None, CPU runtimes call `run`.
+    """
 
     name: str
 
@@ -287,14 +222,14 @@ class Runtime(Protocol):
 
     def submit(
         self, lane: int, command: Command, after: Sequence[Ticket] = (), wait: bool = True
-    ) -> Ticket:
-        """Waits where the device has no room; raises NoRoom instead unless `wait`."""
+    ) -> Ticket | None:
+        """Waits where the device has no room; returns None instead unless `wait`."""
 
     def wait_for_room(self, lane: int) -> None:
-        """Block until the lane's device may have room. Who submits then may be too late again."""
+        """Block until the lane's device may have room. A submission then may be too late again."""
 
     def complete(self, ticket: Ticket, error: BaseException | None = None) -> None:
-        """Keep the pledges of a host lane up to `ticket`, or break them with an error."""
+        """Complete the pledges of a host lane up to `ticket`, or fail them with an error."""
 
     def submitted(self, lane: int) -> int:
         """How many commands the lane was given; 0 if it was closed and has done them all."""
@@ -311,18 +246,32 @@ class Runtime(Protocol):
     def wait(self, ticket: Ticket, timeout: float | None = None) -> None:
         """Block until the ticket completes. Raises TimeoutError; never raises its failure."""
 
-    def failures(self, ticket: Ticket, since: int = 0) -> tuple[Failure, ...]:
+    def failures(self, ticket: Ticket, since: int = 0) -> Sequence[Failure]:
         """Those of the ticket's lane with `since < value <= ticket.value`, each cause once."""
 
-    def allocate(self, device: int, nbytes: int) -> Buffer: ...
-
-    def ledger(self, device: int) -> Ledger:
-        """What `allocate` has given out on a device."""
+    def drain(self) -> None:
+        """Block until everything that can run has run."""
 
     def load(self, payload: Payload, device: int) -> Handle: ...
 
-    def busy_intervals(self) -> Sequence[tuple[int, Unit, float, float, str]]:
+    def busy_intervals(self) -> Sequence[tuple[int, int, float, float, str]]:
         """What ran lately, oldest first: device, unit, start, end (seconds), name."""
 
     def close(self, timeout: float | None = None) -> None:
         """Run what is queued until `timeout` seconds, cancel the rest, wake every waiter."""
+
+
+def closed(runtime: str) -> RuntimeError:
+    return RuntimeError(
+        f"the {runtime} runtime of neuron_streams is closed, so it takes no more "
+        "commands; streams of a closed runtime cannot be used again"
+    )
+
+
+def cancelled(command: Command, ticket: Ticket, running: bool) -> CancelledError:
+    """The failure of a command that the end of its runtime found pending."""
+    why = "was still running" if running else "had not started"
+    return CancelledError(
+        f"{command.name!r} (command {ticket.value} of lane {ticket.lane}) {why} when the runtime "
+        "was closed"
+    )

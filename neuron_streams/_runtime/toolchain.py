@@ -1,159 +1,171 @@
-"""Compilers, and the folder where what they made is kept.
+"""The compilers of this machine, and how they are run.
 
-Everything built is kept by a key that says what went into it, is put in place by one rename and
-is checked against its digest when it is read, so that processes may race and a damaged file is
-noticed. `NEURON_STREAMS_CACHE` names the folder, `CC` and `CXX` the compilers, and
-`NEURON_STREAMS_COMPILER=none` pretends that there are none.
+`CC` and `CXX` name them, with arguments if need be, and `NEURON_STREAMS_COMPILER=none` pretends
+that there are none. Everything that is compiled here, by whichever part, is compiled by these.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import functools
-import getpass
 import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
+import signal
 import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
+import threading
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # Windows: no lock, so two processes may build the same thing twice
-    fcntl = None  # type: ignore[assignment]
+from neuron_streams._runtime import cache
 
 __all__ = [
+    "StoppedError",
     "c_compiler",
-    "cache_folder",
     "cxx_compiler",
-    "digest",
-    "exclusive",
-    "find",
-    "keep",
+    "is_gcc",
+    "loads",
     "machine",
-    "native",
     "run",
+    "stop",
 ]
 
 log = logging.getLogger(__name__)
 
-
-def c_compiler() -> str | None:
-    """The path of a C compiler, None where there is none."""
-    return _first("CC", "cc", "gcc", "clang")
+_SAID = 2000  # characters of a compiler's output that an error repeats
 
 
-def cxx_compiler() -> str | None:
-    """The path of a C++ compiler, None where there is none."""
-    return _first("CXX", "g++", "c++", "clang++")
+class StoppedError(Exception):
+    """A compiler was ended by `stop`; never reaches the user."""
 
 
-def _first(variable: str, *names: str) -> str | None:
+def c_compiler() -> tuple[str, ...] | None:
+    """The command of the C compiler, a path and perhaps arguments; None where there is none."""
+    return _compiler("CC", "cc", "gcc", "clang")
+
+
+def cxx_compiler() -> tuple[str, ...] | None:
+    """The command of the C++ compiler, a path and perhaps arguments; None where there is none."""
+    return _compiler("CXX", "g++", "c++", "clang++")
+
+
+def _compiler(variable: str, *names: str) -> tuple[str, ...] | None:
     if os.environ.get("NEURON_STREAMS_COMPILER") == "none":
         return None
-    candidates = (os.environ.get(variable, ""), *names)
-    return next((path for name in candidates if name and (path := shutil.which(name))), None)
+    return _first(variable, os.environ.get(variable, ""), os.environ.get("PATH"), names)
 
 
-def run(command: list[str]) -> None:
-    """Run a compiler. Raises RuntimeError with its words if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{command[0]} failed ({done.returncode}): {done.stderr[-2000:]}")
-
-
-def cache_folder() -> Path:
-    """The folder of what was built, which may not be there yet.
-
-    NEURON_STREAMS_CACHE, else one under the user's cache, else one for temporary files.
-    """
-    chosen = os.environ.get("NEURON_STREAMS_CACHE")
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(base) / "neuron_streams"
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    if os.access(nearest, os.W_OK):
-        return folder
-    return Path(tempfile.gettempdir()) / f"neuron_streams-{getpass.getuser()}"
-
-
-def _made(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(
-            f"{folder} cannot be made ({error.strerror}). "
-            "Name a folder that can be written in NEURON_STREAMS_CACHE."
-        ) from error
-    return folder
-
-
-def digest(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def find(kind: str, key: str, filename: str) -> Path | None:
-    """What is kept under `key`, or None if nothing is or it is damaged."""
-    path = cache_folder() / kind / key / filename
-    try:
-        if digest(path) == path.with_suffix(".sha256").read_text():
-            return path
-    except OSError:
-        return None
-    log.info("%s in the cache is damaged and is built again.", path)
+@functools.cache
+def _first(
+    variable: str, chosen: str, path: str | None, names: Sequence[str]
+) -> tuple[str, ...] | None:
+    """The first command that is there, in this order: the user's choice, then our names."""
+    for words in (*_readings(chosen), *((name,) for name in names)):
+        found = shutil.which(words[0], path=path)
+        if found is not None:
+            if chosen.strip() and words[0] in names:
+                log.warning("%s=%r names no program, so %s is used.", variable, chosen, found)
+            return (os.path.abspath(found), *words[1:])
     return None
 
 
-def keep(kind: str, key: str, filename: str, build: Callable[[Path], None]) -> Path:
-    """What is kept under `key`; if nothing is, `build(path)` makes it first."""
-    found = find(kind, key, filename)
-    if found is not None:
-        return found
-    folder = _made(cache_folder() / kind) / key
-    fresh = Path(tempfile.mkdtemp(prefix=f".{key[:16]}-", dir=folder.parent))
-    try:
-        build(fresh / filename)
-        (fresh / filename).with_suffix(".sha256").write_text(digest(fresh / filename))
-        while not _settle(fresh, folder) and find(kind, key, filename) is None:
-            _discard(folder)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-    return folder / filename
+def _readings(chosen: str) -> list[tuple[str, ...]]:
+    """A path that may have spaces in it, or a command with arguments, as in make."""
+    if not chosen.strip():
+        return []
+    with contextlib.suppress(ValueError):  # a quote that is not closed
+        return [(chosen,), tuple(shlex.split(chosen))]
+    return [(chosen,)]
 
 
-def _settle(fresh: Path, folder: Path) -> bool:
-    # A folder is never renamed onto a full one: another process was faster, or it is damaged.
+def run(command: Sequence[str], made: Path | None = None) -> str:
+    """Run a compiler, for `NEURON_STREAMS_COMPILE_SECONDS` (600) at most. Returns its output.
+
+    Raises RuntimeError, with its output, if it fails, does not end, or does not leave the file
+    `made`.
+    """
+    seconds = _bound()
     try:
-        fresh.rename(folder)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that it can be stopped with all that it has started
+        )
     except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
-        return False
-    return True
+        raise RuntimeError(f"{command[0]} cannot be run: {error.strerror or error}.") from error
+    fault = None
+    _running.add(process)
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired as late:
+        output = late.output or b""
+        fault = (
+            f"did not end within {seconds:g} s and was stopped; set "
+            "NEURON_STREAMS_COMPILE_SECONDS if it needs longer"
+        )
+        _abandon(process)
+    except BaseException:
+        _abandon(process)
+        raise
+    finally:
+        _running.discard(process)
+    if process in _stopped:
+        raise StoppedError(f"{command[0]} was stopped")
+    if process.returncode and not fault:
+        fault = f"failed ({process.returncode})"
+    if made is not None and not made.exists() and not fault:
+        fault = f"ended well and has not made {made}"
+    text = output.decode("utf-8", errors="replace").strip()
+    if fault:
+        raise RuntimeError(f"{command[0]} {fault}: {text[-_SAID:] or 'it printed nothing.'}")
+    return text
 
 
-def _discard(folder: Path) -> None:
-    doomed = Path(tempfile.mkdtemp(prefix=".old-", dir=folder.parent))
-    with contextlib.suppress(FileNotFoundError):
-        folder.rename(doomed / "damaged")
-    shutil.rmtree(doomed, ignore_errors=True)
+def _bound() -> float:
+    text = os.environ.get("NEURON_STREAMS_COMPILE_SECONDS", "600")
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= threading.TIMEOUT_MAX:
+            return float(text)
+    raise ValueError(
+        f"NEURON_STREAMS_COMPILE_SECONDS={text!r} is no number of seconds above 0. Use 600, or "
+        "leave it out."
+    )
 
 
-@contextlib.contextmanager
-def exclusive(name: str) -> Iterator[None]:
-    """Only one process at a time is inside; the others wait. Ends with the process, too."""
-    with (_made(cache_folder()) / f"{name}.lock").open("w") as file:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+_running: set[subprocess.Popen[bytes]] = set()
+_stopped: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
+
+
+def stop() -> None:
+    """End the compilers that run: an interrupt does not reach sessions of their own."""
+    for process in list(_running):
+        _stopped.add(process)
+        _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _abandon(process: subprocess.Popen[bytes]) -> None:
+    _kill(process)
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+@functools.cache
+def is_gcc(command: tuple[str, ...]) -> bool:
+    """Whether a compiler is gcc, by its own word: `c++` may be anything."""
+    return "Free Software Foundation" in run([*command, "--version"])
 
 
 _TRAITS = "vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features"
@@ -161,37 +173,23 @@ _TRAITS = "vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU p
 
 @functools.cache
 def machine() -> str:
-    """What compiled code depends on in this processor, as a digest."""
+    """What compiled code depends on in this processor and its C library, as a digest."""
     try:
-        text = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
+        text = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n", 1)[0]
         lines = [line for line in text.splitlines() if line.split("\t")[0].strip() in _TRAITS]
     except OSError:
         lines = [platform.processor()]
-    return hashlib.sha256("\n".join([platform.machine(), *lines]).encode()).hexdigest()[:16]
+    parts = [platform.machine(), *platform.libc_ver(), *lines]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-@functools.cache
-def native() -> ctypes.CDLL | None:
-    """Our C library, compiled at first use: `native.c`, which runs programs, and the worker.
+def loads(path: Path) -> ctypes.CDLL:
+    """Load a shared library.
 
-    None where there is no C compiler.
+    Raises CacheError where its file system runs no code, OSError if it is fit for nothing.
     """
-    folder = Path(__file__).parent
-    sources = [folder / "native.c", *sorted(folder.glob("worker/*.c"))]
-    path = c_compiler()
-    if path is None:
-        return None
-    texts = [file.read_bytes() for file in (*sources, folder / "worker" / "worker.h")]
-    key = hashlib.sha256(b"".join(texts) + machine().encode()).hexdigest()
-    flags = ["-std=c11", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"]
     try:
-        built = keep(
-            "native",
-            key,
-            "native.so",
-            lambda target: run([path, *flags, *map(str, sources), "-o", str(target)]),
-        )
-    except RuntimeError as error:
-        log.info("Our C library does not compile here; Python takes its place. %s", error)
-        return None
-    return ctypes.CDLL(str(built))
+        return ctypes.CDLL(str(path))
+    except OSError:
+        cache.refuse_noexec(path)
+        raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -100,7 +101,8 @@ class DecodeEngine:
     def abort(self, request_id: str) -> bool:
         """End a request; False if none of that id is unfinished. Host: returns at once.
 
-        Its stream gets an output with finish reason `"abort"`. The id is free at once.
+        The last output of its stream has finish reason `"abort"`, even where the request comes to
+        its own end before the engine's thread hears of this. The id is free at once.
         """
         self._core.check_open()
         return self._core.abort_id(request_id)
@@ -124,14 +126,16 @@ class DecodeEngine:
 
         Raises:
             TimeoutError: It has not come to that within `timeout` seconds; it names the requests.
+                With `thread=False` that is looked at between two turns.
             Exception: What has ended the engine.
         """
         self._core.check_no_callback("wait for")
         quiet = self._core.drained()
-        if self._core.driver is None:
-            while not quiet.done():
-                self.turn()
-        if wait([quiet], timeout).not_done:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while self._core.driver is None and not quiet.done() and time.monotonic() < deadline:
+            self.turn()
+        left = None if timeout is None else max(0.0, deadline - time.monotonic())
+        if wait([quiet], left).not_done:
             ids = ", ".join(map(repr, self.unfinished_request_ids))
             raise TimeoutError(
                 f"The engine has not come to rest within {timeout} s; unfinished are {ids}. Wait"

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 
@@ -55,7 +55,9 @@ class EngineCore:
         self._open: set[OutputQueue] = set()
         self._drains: list[Future[None]] = []
         self._over: Exception | None = None
-        # The driving thread's own.
+        # The driving thread's own. `_nearly_full` is looked through before each step, so a request
+        # is in it only after something that may change whether it has to be paused: a step of its
+        # own, an output, a reader that has made room, a pause or resume.
         self._live: dict[str, _Live] = {}
         self._nearly_full: set[_Live] = set()
         self._stopping = False
@@ -84,7 +86,8 @@ class EngineCore:
     ) -> OutputQueue:
         now = time.perf_counter()
         token_ids = self.loop.scheduler.check_request(request_id, prompt, params, priority)
-        queue = OutputQueue(request_id, max_queued, self.wake, on_output is not None)
+        on_room = partial(self._inbox.put, partial(self._look_at, request_id))
+        queue = OutputQueue(request_id, max_queued, on_room, on_output is not None)
         with self._lock:
             self.check_open()
             bearer = self._by_id.get(request_id)
@@ -115,7 +118,8 @@ class EngineCore:
         # Called by the garbage collector, perhaps by a thread that holds the lock.
         queue.unread = True
         if not queue.ended:
-            self._inbox.put(partial(self._abort, queue) if queue.abandoned else _nothing)
+            look_at = partial(self._look_at, queue.request_id)
+            self._inbox.put(partial(self._abort, queue) if queue.abandoned else look_at)
 
     def set_paused(self, request_id: str, paused: bool) -> bool:
         with self._lock:
@@ -201,12 +205,17 @@ class EngineCore:
     def _turn(self, wait: bool) -> bool:
         while not self._inbox.empty():
             self._inbox.get()()
-        for live in list(self._nearly_full):
+        nearly_full, self._nearly_full = self._nearly_full, set()
+        for live in nearly_full:
             self._hold_back(live)
         if self._stopping:
             return False
         if self.loop.has_unfinished_requests():
             self.loop.step()
+            for key in self.loop.batch_queue.newest_req_ids:
+                scheduled = self._live.get(key.request_id)
+                if scheduled is not None:
+                    self._note_room(scheduled)
             return True
         self._tell_drained()
         if wait:
@@ -230,7 +239,6 @@ class EngineCore:
             queue.end(error)
             return
         self._live[request_id] = live
-        self._note_room(live)
 
     def _abort(self, queue: OutputQueue) -> None:
         live = self._live.get(queue.request_id)
@@ -245,16 +253,23 @@ class EngineCore:
             live.asked_to_pause = paused
             self._nearly_full.add(live)
 
+    def _look_at(self, request_id: str) -> None:
+        """Its queue may have room again."""
+        live = self._live.get(request_id)
+        if live is not None:
+            self._nearly_full.add(live)
+
     def _stop(self) -> None:
         self._stopping = True
 
     def _give(self, live: _Live, output: RequestOutput) -> None:
+        if output.finished and not self._forget(live):
+            # Aborted before it came to this end, and the abort has been promised.
+            output = replace(output, finish_reason="abort", stop_reason=None, error=None)
         error = None if self._over else _call(live, output)
         if error is not None and live.queue.unread:
             logger.error("a callback of request %r failed: %r", output.request_id, error)
         if output.finished:
-            # Whoever reads of the end may use the id again.
-            self._forget(live)
             live.queue.put(output, error)
             return
         live.queue.put(output)
@@ -262,15 +277,18 @@ class EngineCore:
         if error is not None:
             self.loop.fail_request(output.request_id, error)
 
-    def _forget(self, live: _Live) -> None:
+    def _forget(self, live: _Live) -> bool:
+        """Free the id of a request that has ended; False if an abort has freed it already."""
         request_id = live.queue.request_id
         self._nearly_full.discard(live)
         if self._live.get(request_id) is live:
             del self._live[request_id]
         with self._lock:
             self._open.discard(live.queue)
-            if self._by_id.get(request_id) is live.queue:
+            had_its_id = self._by_id.get(request_id) is live.queue
+            if had_its_id:
                 del self._by_id[request_id]
+        return had_its_id
 
     def _note_room(self, live: _Live) -> None:
         if len(live.queue) + self.loop.max_concurrent_batches >= live.queue.max_queued:
@@ -284,9 +302,6 @@ class EngineCore:
         if paused != live.paused:
             live.paused = paused
             (self.loop.pause_request if paused else self.loop.resume_request)(request_id)
-        if not paused:
-            self._nearly_full.discard(live)
-            self._note_room(live)
 
     def _tell_drained(self) -> None:
         with self._lock:

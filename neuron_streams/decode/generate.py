@@ -42,8 +42,13 @@ def generate(
 
 
 def _outputs_of(loop: DecodeLoop, ids: set[str]) -> Iterator[RequestOutput]:
+    going: str | None = None
     try:
-        while ids and loop.has_unfinished_requests():
+        while ids:
+            going = _one_that_goes_on(loop, ids, going)
+            left = (output.request_id for output in loop._outbox.outputs)
+            if going is None and ids.isdisjoint(left):
+                break
             outputs = loop.step()
             # Another iterator's, or the caller's own: left for their next step.
             loop._outbox.outputs += [out for out in outputs if out.request_id not in ids]
@@ -58,3 +63,11 @@ def _outputs_of(loop: DecodeLoop, ids: set[str]) -> Iterator[RequestOutput]:
     finally:
         for request_id in ids:
             loop.scheduler.abort_request(request_id)
+
+
+def _one_that_goes_on(loop: DecodeLoop, ids: set[str], last: str | None) -> str | None:
+    """A request that may give more, if any does; as a rule the `last` one, without a search."""
+    may_give = loop.scheduler.may_give_output
+    if last is not None and last in ids and may_give(last):
+        return last
+    return next(filter(may_give, ids), None)

@@ -44,10 +44,12 @@ class DecodeLoop:
         policy: `"materialize"`, as the seed: pending tokens are read when the batch changes.
             `"gather"`: they are not, the device takes each row's last token from a table of its
             own; for a model that has `decode_gather`. In asynchronous mode.
-        depth: Steps scheduled before the oldest is waited for, in asynchronous mode.
+        depth: Steps scheduled before the oldest is waited for, in asynchronous mode. The batches
+            are as full as in synchronous mode where the model has (depth - 1) * prefill_batch slots
+            more than max_batch_size, since a request keeps its slot until its last step is read.
         async_scheduling: False waits for each step before the next is scheduled.
         output_thread: False leaves reading the outputs to `step` and `pump`, for tests.
-        max_batch_size: Most requests that run at a time; the model's largest batch bucket if None.
+        max_batch_size: Most requests of a step; the model's largest batch bucket if None.
         watchdog: Seconds for which one step may be waited for; then the loop ends with a
             TimeoutError that names the step and its requests. None waits for ever.
         tokenizer: Gives the outputs their text, and is needed for stop strings: anything with
@@ -209,8 +211,9 @@ class DecodeLoop:
     ) -> Iterator[RequestOutput]:
         """Queue prompts and iterate over their outputs as the tokens arrive.
 
-        Dropping the iterator, once it has begun, aborts what has not finished. It ends where all
-        that has not is paused.
+        Dropping the iterator, once it has begun, aborts what has not finished. It ends, and aborts
+        nothing, where all of its prompts that have not finished are paused and have no step in
+        flight, whatever other requests do.
 
         Args:
             prompts: Token ids of each prompt.
@@ -231,6 +234,11 @@ class DecodeLoop:
 
     def drain(self, timeout: float | None = None) -> list[RequestOutput]:
         """Wait until no step is in flight, launching none; unfinished requests may go on later.
+
+        Args:
+            timeout: Seconds; None waits without a limit. With `output_thread=False` the device is
+                only asked meanwhile whether it has got there: one that is stepped by hand has to be
+                stepped before, or by another thread.
 
         Returns:
             The outputs of the steps that were in flight.

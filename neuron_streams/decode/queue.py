@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from neuron_streams.decode.output import AsyncModelRunnerOutput, ModelRunnerOutput, OutputHandler
+from neuron_streams.decode.request import RequestKey
 from neuron_streams.decode.schedule import SchedulerOutput
 from neuron_streams.decode.stats import DecodeStats
 
 __all__ = ["BatchQueue", "LaunchedStep"]
+
+_POLL_SECONDS = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,11 @@ class LaunchedStep:
     output: ModelRunnerOutput | AsyncModelRunnerOutput
     future: Future[ModelRunnerOutput]
     launched_at: float
+
+    def is_ready(self) -> bool:
+        """Whether its tokens can be read without waiting for the device."""
+        output = self.output
+        return not isinstance(output, AsyncModelRunnerOutput) or output.ready()
 
     def __str__(self) -> str:
         ids = ", ".join(repr(key.request_id) for key in self.scheduler_output.num_scheduled_tokens)
@@ -52,6 +60,11 @@ class BatchQueue:
 
     def __iter__(self) -> Iterator[LaunchedStep]:
         return iter(self._steps)
+
+    @property
+    def newest_req_ids(self) -> Collection[RequestKey]:
+        """The requests of the newest step in flight; none where no step is."""
+        return self._steps[-1].scheduler_output.num_scheduled_tokens if self._steps else ()
 
     @property
     def may_be_read(self) -> bool:
@@ -100,14 +113,21 @@ class BatchQueue:
     def wait_for_oldest(self, deadline: float) -> None:
         """Wait for the oldest step until a moment of `time.monotonic`.
 
+        Without an output thread its event is polled, since a wait for an event has no time limit.
+
         Raises:
             TimeoutError: It has not ended; it and those behind it are named.
         """
-        left = max(0.0, deadline - time.monotonic())
-        if self._handler.threaded and wait([self._steps[0].future], left).not_done:
+        step = self._steps[0]
+        if self._handler.threaded:
+            ended = not wait([step.future], max(0.0, deadline - time.monotonic())).not_done
+        else:
+            while not (ended := step.is_ready()) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+        if not ended:
             raise TimeoutError(
                 f"{len(self)} steps are in flight and the oldest has not ended; it is"
-                f" {self._steps[0]}. Wait longer, or close() the loop."
+                f" {step}. Wait longer, or close() the loop."
             )
 
     def clear(self) -> None:

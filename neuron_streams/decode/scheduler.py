@@ -2,15 +2,14 @@
 
 It runs ahead of the device and cannot tell the modes apart: counts advance when a step is
 scheduled, and come back when its output does. Every limit is tested on generated plus in flight,
-so a request whose last token is in flight leaves the schedule one step before it is reported
-finished, and no step past `max_tokens` is launched.
+so a request whose last token is in flight leaves the schedule, and its row to another, one step
+before it is reported finished, and no step past `max_tokens` is launched.
 
 Source: the seed, "Normal Flow" and "What Does Breaking the Async Flow Mean?"; the names are vLLM's.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import random
 import time
@@ -18,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from neuron_streams.decode.admission import check_request
+from neuron_streams.decode.capacity import Capacity
 from neuron_streams.decode.detokenizer import IncrementalDetokenizer, Tokenizer
 from neuron_streams.decode.logprobs import TokenLogprobs
 from neuron_streams.decode.model import Model
@@ -61,16 +61,14 @@ class Scheduler:
         largest = model.batch_buckets[-1]
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(f"max_batch_size is {max_batch_size}; it must be 1 or more.")
-        self.max_batch_size = min(max_batch_size or largest, largest)
+        self.capacity = Capacity(model.num_slots, min(max_batch_size or largest, largest))
         self.stats = stats or DecodeStats()
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
-        self.free_slots = deque(range(1, model.num_slots))
         self.to_call_back: deque[tuple[Request, RequestOutput]] = deque()
         self._model = model
         self._tokenizer = tokenizer
         self._goes_on_in_chunks = hasattr(model, "prefill_chunk")
         self._by_id: dict[str, Request] = {}
+        self._paused: set[Request] = set()
         self._in_flight: dict[RequestKey, Request] = {}
         self._finished_req_ids: set[RequestKey] = set()
         self._numbers = itertools.count()
@@ -118,7 +116,7 @@ class Scheduler:
         if self._tokenizer is not None:
             request.detokenizer = IncrementalDetokenizer(self._tokenizer, params)
         self._by_id[request_id] = request
-        self._wait(request)
+        self.capacity.add(request)
         return request
 
     def check_request(
@@ -174,9 +172,12 @@ class Scheduler:
         return self._set_paused(request_id, False)
 
     def preempt_request(self, request_id: str) -> bool:
-        """Take a running request's slot away; False if none of that id is running."""
+        """Take a running request's slot away; False if none of that id is running.
+
+        Nor is one whose last token is in flight: it gives the slot back by itself.
+        """
         request = self._by_id.get(request_id)
-        if request is None or request.status is not RequestStatus.RUNNING:
+        if request is None or request.status is not RequestStatus.RUNNING or request.is_ending:
             return False
         self._preempt(request)
         return True
@@ -190,6 +191,17 @@ class Scheduler:
     def unfinished_request_ids(self) -> tuple[str, ...]:
         return tuple(self._by_id)
 
+    @property
+    def waiting(self) -> list[Request]:
+        """The requests without a slot, in order of admission. For inspection: it looks at all."""
+        found = [r for r in self._by_id.values() if r.status is RequestStatus.WAITING]
+        return sorted(found, key=lambda r: r.order)
+
+    @property
+    def running(self) -> list[Request]:
+        """The requests that hold a slot and have not finished. For inspection: it looks at all."""
+        return [r for r in self._by_id.values() if r.status is RequestStatus.RUNNING]
+
     def num_output_placeholders(self, request_id: str) -> int:
         """Tokens of an unfinished request that are in flight."""
         return self._by_id[request_id].num_output_placeholders
@@ -197,13 +209,20 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a request is unfinished and not paused."""
-        return any(not request.paused for request in self._by_id.values())
+        return len(self._by_id) > len(self._paused)
+
+    def may_give_output(self, request_id: str) -> bool:
+        """Whether steps may bring more of a request: it is unfinished, and not at rest paused."""
+        request = self._by_id.get(request_id)
+        return request is not None and (request.num_in_flight > 0 or not request.paused)
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step and count it as in flight; it may be empty."""
-        going_on = [r for r in self.running if r.is_prefilling and not r.paused]
-        admitted = [] if going_on else self._admit()
-        batch = going_on[: self._model.prefill_batch] or admitted or self._decoding()
+        self.capacity.fill_rows()
+        prefilling = [request for request in self.capacity.rows if request.is_prefilling]
+        admitted = [] if prefilling else self._admit()
+        prefilling = sorted(prefilling, key=lambda r: r.order)[: self._model.prefill_batch]
+        batch = prefilling or admitted or list(self.capacity.rows)
         computed = {request.key: request.num_computed_tokens for request in batch}
         scheduled = {request.key: self._num_tokens(request) for request in batch}
         for request in batch:
@@ -211,6 +230,8 @@ class Scheduler:
             request.num_in_flight += 1
             request.num_output_placeholders += not request.is_prefilling
             self._in_flight[request.key] = request
+            if request.is_ending:
+                self.capacity.discard(request)
         finished, self._finished_req_ids = frozenset(self._finished_req_ids), set()
         partial = frozenset(request.key for request in batch if request.is_prefilling)
         new = [NewRequestData.of(request) for request in admitted]
@@ -247,72 +268,52 @@ class Scheduler:
             return 1
         return min(left, self._model.prompt_buckets[-1])
 
-    def _decoding(self) -> list[Request]:
-        ready = [r for r in self.running if not (r.paused or r.is_ending or r.is_prefilling)]
-        if len(ready) <= self.max_batch_size:
-            return ready
-        first = sorted(ready, key=lambda r: r.order)[: self.max_batch_size]
-        return [request for request in ready if request in first]
-
     def _admit(self) -> list[Request]:
         admitted: list[Request] = []
-        for request in [request for request in self.waiting if not request.paused]:
-            if len(admitted) == self._model.prefill_batch or not self._may_start(request):
+        while len(admitted) < self._model.prefill_batch:
+            request = self.capacity.waiting.first
+            if request is None or not self._may_start(request):
                 break
-            self.waiting.remove(request)
-            request.slot = self.free_slots.popleft()
-            request.status = RequestStatus.RUNNING
+            self.capacity.start(request)
             if request.prefill_token_ids:
                 # A name that the runner does not know: what it had of the old one is void.
                 request.key = RequestKey(request.request_id, next(self._numbers))
             request.prefill_token_ids = request.prompt_token_ids + request.output_token_ids
             request.num_computed_tokens = 0
-            self.running.append(request)
             admitted.append(request)
         return admitted
 
     def _may_start(self, request: Request) -> bool:
-        """Whether there is a place for a request; if need be, one is made."""
+        """Whether there are a row and a slot for a request; if need be, a slot is taken away."""
         if request.num_in_flight:
             return False  # preempted, and not all of its tokens are known yet
-        active = [other for other in self.running if not other.paused]
-        if len(active) >= self.max_batch_size and not any(
-            request.priority < other.priority for other in active
-        ):
+        if not self.capacity.has_row_for(request):
             return False
-        while not self.free_slots:
-            if self._slots_come_free() or not self._preempt_for(request):
+        while not self.capacity.free_slots:
+            victim = None if self.capacity.slots_come_free else self.capacity.victim_for(request)
+            if victim is None:
                 return False
+            self._preempt(victim)
         return True
 
-    def _slots_come_free(self) -> bool:
-        """Whether a slot is held only for steps in flight."""
-        held = self._model.num_slots - 1 - len(self.free_slots)
-        return held > len(self.running) or any(r.is_ending for r in self.running)
-
-    def _preempt_for(self, request: Request) -> bool:
-        victims = [r for r in self.running if r.paused]
-        victims = victims or [r for r in self.running if r.priority > request.priority]
-        if victims:
-            self._preempt(max(victims, key=lambda r: r.order))
-        return bool(victims)
-
     def _preempt(self, request: Request) -> None:
-        self.running.remove(request)
+        self.capacity.discard(request)
         self._finished_req_ids.add(request.key)
         request.status = RequestStatus.WAITING
-        self._wait(request)
+        self.capacity.add(request)
         self._release_if_idle(request)
         self.stats.preemptions += 1
 
-    def _wait(self, request: Request) -> None:
-        bisect.insort(self.waiting, request, key=lambda r: r.order)
-
     def _set_paused(self, request_id: str, paused: bool) -> bool:
         request = self._by_id.get(request_id)
-        if request is not None:
-            request.paused = paused
-        return request is not None
+        if request is None:
+            return False
+        (self._paused.add if paused else self._paused.discard)(request)
+        self.capacity.discard(request)
+        request.paused = paused
+        if not request.is_ending:
+            self.capacity.add(request)
+        return True
 
     def _append(
         self, request: Request, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None
@@ -344,13 +345,12 @@ class Scheduler:
         return output
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
-        if request.status is RequestStatus.WAITING:
-            self.waiting.remove(request)
-        else:
-            self.running.remove(request)
+        self.capacity.discard(request)
+        if request.status is RequestStatus.RUNNING:
             self._finished_req_ids.add(request.key)
         request.status = status
         del self._by_id[request.request_id]
+        self._paused.discard(request)
         self._release_if_idle(request)
 
     def _release_if_idle(self, request: Request) -> None:
@@ -358,5 +358,5 @@ class Scheduler:
             return
         self._in_flight.pop(request.key, None)
         if request.status is not RequestStatus.RUNNING and request.slot is not None:
-            self.free_slots.append(request.slot)
+            self.capacity.free_slots.append(request.slot)
             request.slot = None

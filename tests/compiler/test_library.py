@@ -8,7 +8,7 @@ import torch
 from neuron_streams import compile  # noqa: A004
 from neuron_streams._compiler import library
 from neuron_streams._compiler.plan import plan
-from neuron_streams._runtime import toolchain
+from neuron_streams._runtime import cache, toolchain
 from neuron_streams._runtime.chain import ProgramHandle
 from tests.compiler.compiled import deep, needs_cxx, pair
 from tests.compiler.plans import Deep, deep_inputs
@@ -28,7 +28,7 @@ def keys(function, *examples):
 def commands(monkeypatch):
     """The compilers' commands, as they are run."""
     seen, run = [], toolchain.run
-    monkeypatch.setattr(toolchain, "run", lambda command: (seen.append(command), run(command)))
+    monkeypatch.setattr(toolchain, "run", lambda *given: (seen.append(given[0]), run(*given))[1])
     return seen
 
 
@@ -36,9 +36,9 @@ def commands(monkeypatch):
 def own_cache(monkeypatch, tmp_path):
     """An empty cache, but for the headers, which take long."""
     add = compile(add_one, [torch.ones(3)])  # so that there are headers
-    shared, own = toolchain.cache_folder(), tmp_path / "cache"
+    shared, own = cache.cache_folder(), tmp_path / "cache"
     own.mkdir()
-    (own / "headers").symlink_to(shared / "headers", target_is_directory=True)
+    (own / "precompiled").symlink_to(shared / "precompiled", target_is_directory=True)
     monkeypatch.setenv("NEURON_STREAMS_CACHE", str(own))
     return own, add
 
@@ -125,4 +125,4 @@ def test_processes_may_compile_the_same_at_once(own_cache):
     run = [sys.executable, "-W", "error", "-c", code]
     processes = [subprocess.Popen(run, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [process.communicate()[0].strip() for process in processes] == [str([3.0] * 5)] * 2
-    assert len(list((own_cache[0] / "libraries").iterdir())) == 1
+    assert len(list((own_cache[0] / "executables").iterdir())) == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
@@ -12,8 +10,7 @@ from neuron_streams.testing import EmulatedRuntime, Gate, ManualRuntime, use_run
 
 RUNTIMES = {
     "manual": ManualRuntime,
-    "native": functools.partial(EmulatedRuntime, worker="native"),
-    "python": functools.partial(EmulatedRuntime, worker="python"),
+    "emulated": EmulatedRuntime,
 }
 
 
@@ -28,10 +25,10 @@ def runtime(request):
 @pytest.fixture(
     params=[
         *RUNTIMES,
-        "native-explicit",
-        "python-explicit",
+        "manual-explicit",
+        "emulated-explicit",
         "manual-side",
-        "native-side",
+        "emulated-side",
         pytest.param("cuda", marks=pytest.mark.gpu),
     ]
 )

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from neuron_streams.context import context
+
 import neuron_streams
 from neuron_streams.errors import AbsentError
 from tests.contract.test_streams import work
@@ -24,7 +26,7 @@ def is_ours(streams):
 
 
 def is_manual(streams):
-    return is_ours(streams) and streams.current_stream()._state.context.runtime.name == "manual"
+    return is_ours(streams) and context().runtime.name == "manual"
 
 
 def two_devices(streams):
@@ -380,7 +382,7 @@ def test_15352_a_side_stream_as_current_is_used_by_every_command(streams, device
 def test_neuron_1150_compute_of_two_streams_shares_the_core(streams):
     if not is_ours(streams) or is_manual(streams):
         pytest.skip("about the units of a NeuronCore")
-    runtime = streams.current_stream()._state.context.runtime
+    runtime = context().runtime
     for s in (streams.Stream(), streams.Stream()):
         with streams.stream(s):
             streams._sleep(2_000_000)

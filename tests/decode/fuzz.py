@@ -11,14 +11,14 @@ import math
 import os
 import random
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from neuron_streams.decode import DecodeLoop, SamplingParams
+from neuron_streams.decode import DecodeLoop, SamplingParams, SchedulerOutput
 from tests.decode.fake_streams import FakeStreams
 from tests.decode.harness import Results, check_idle, check_invariants, make_loop
 from tests.decode.hash_adjustments import VOCAB
@@ -247,6 +247,55 @@ def check_text(results: Results, name: Name, one: Scripted) -> None:
     assert (reason, results.texts[name], results.stop_reasons[name]) == (want, text, stop_reason)
 
 
+class Arrival(NamedTuple):
+    """A request that arrives once so many steps are launched, and ends at its limit."""
+
+    after_steps: int
+    max_tokens: int
+    priority: int
+
+
+def make_arrivals(seed: int) -> list[Arrival]:
+    rng = random.Random(seed ^ 0x0C)
+    priorities = rng.choice([(0,), (0, 0, 1)])
+    return sorted(
+        Arrival(rng.choice([0, rng.randint(0, 20)]), rng.randint(1, 7), rng.choice(priorities))
+        for _ in range(rng.randint(2, 12))
+    )
+
+
+def steps_launched(arrivals: Sequence[Arrival], loop: DecodeLoop) -> list[list[str]]:
+    """The requests of each step."""
+    steps: list[list[str]] = []
+    schedule, waiting = loop.scheduler.schedule, deque(enumerate(arrivals))
+
+    def recorded() -> SchedulerOutput:
+        step = schedule()
+        if step.num_scheduled_tokens:
+            steps.append(sorted(key.request_id for key in step.num_scheduled_tokens))
+        return step
+
+    loop.scheduler.schedule = recorded  # type: ignore[method-assign]
+    while waiting or loop.has_unfinished_requests():
+        idle = not loop.has_unfinished_requests()
+        while waiting and (idle or waiting[0][1].after_steps <= len(steps)):
+            number, one = waiting.popleft()
+            params = SamplingParams(max_tokens=one.max_tokens, seed=number, ignore_eos=True)
+            loop.add_request(str(number), [number, 1], params, priority=one.priority)
+            idle = False
+        loop.step()
+    return steps
+
+
+def check_occupancy(seed: int, options: dict[str, Any]) -> None:
+    """Where each end is certain and slots permit, the steps are those of the synchronous loop."""
+    arrivals, setting = make_arrivals(seed), setting_of(seed)
+    setting["sizes"]["num_slots"] = 1 + len(arrivals)
+    sync, *_ = make_loop(FakeStreams(seed), **setting, async_scheduling=False)
+    loop, *_ = make_loop(FakeStreams(seed), **setting, **options)
+    assert steps_launched(arrivals, loop) == steps_launched(arrivals, sync)
+
+
 def check_script(seed: int, variants: Sequence[dict[str, Any]] = VARIANTS) -> Counter[str]:
     """One script in some variants of the asynchronous loop, against the synchronous one.
 
@@ -258,6 +307,7 @@ def check_script(seed: int, variants: Sequence[dict[str, Any]] = VARIANTS) -> Co
         try:
             got, loop = play(seed, **options)
             assert got == want
+            check_occupancy(seed, options)
             if seed // 8 % 4 == 0:
                 failed, _ = play(seed, fail=True, **options)
                 met["failed"] += "error" in failed.reasons.values()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from neuron_streams.decode import (
     SchedulerOutput,
 )
 from neuron_streams.decode.logprobs import TokenLogprobs
+from neuron_streams.decode.request import Request
 from tests.decode.fake_streams import FakeStreams
 from tests.decode.hash_model import FakeChunkModel, FakeHashModel, Sizes
 
@@ -85,7 +88,34 @@ def make_loop(
     streams = streams or FakeStreams()
     model = (FakeChunkModel if chunks else FakeHashModel)(streams, **(sizes or {}))
     options.setdefault("output_thread", False)
-    return DecodeLoop(model, streams=streams, **options), model, streams
+    loop = DecodeLoop(model, streams=streams, **options)
+    check_choices(loop.scheduler)
+    return loop, model, streams
+
+
+def check_choices(scheduler: Scheduler) -> None:
+    """From here on, check what the scheduler chooses at the moment at which it does."""
+    capacity = scheduler.capacity
+    schedule, start = scheduler.schedule, capacity.start
+
+    def checked_start(request: Request) -> None:
+        needs_row = [r for r in scheduler.running if not (r.paused or r.is_ending)]
+        ahead = [r for r in needs_row if r.priority <= request.priority]
+        assert len(ahead) < capacity.max_batch_size, "no row for it among those as urgent"
+        start(request)
+
+    def checked_schedule() -> SchedulerOutput:
+        step = schedule()
+        scheduled = [scheduler._in_flight[key] for key in step.num_scheduled_tokens]
+        assert len(scheduled) <= capacity.max_batch_size
+        assert not any(request.paused for request in scheduled)
+        rowless = capacity._rowless.first
+        if scheduled and rowless is not None:
+            assert max(request.order for request in scheduled) < rowless.order
+        return step
+
+    scheduler.schedule = checked_schedule  # type: ignore[method-assign]
+    capacity.start = checked_start  # type: ignore[method-assign]
 
 
 def run_to_end(loop: DecodeLoop, model: Sizes, results: Results | None = None) -> Results:
@@ -125,12 +155,25 @@ def check_invariants(loop: DecodeLoop, model: Sizes) -> None:
     assert named == in_flight
     holders = {*scheduler.running, *scheduler._in_flight.values()}
     slots = [request.slot or 0 for request in holders]
-    assert sorted([*slots, *scheduler.free_slots]) == list(range(1, model.num_slots))
+    assert sorted([*slots, *scheduler.capacity.free_slots]) == list(range(1, model.num_slots))
     for request in holders:
         assert 0 <= request.num_output_placeholders <= request.num_in_flight
         got = len(request.output_token_ids)
         assert got + request.num_output_placeholders <= request.max_tokens
-    assert sorted(scheduler.waiting, key=lambda r: r.order) == scheduler.waiting
+    check_capacity(scheduler)
+
+
+def check_capacity(scheduler: Scheduler) -> None:
+    """Each unfinished request is in the queues in which its state says that it is."""
+    capacity = scheduler.capacity
+    assert list(capacity.waiting) == [r for r in scheduler.waiting if not r.paused]
+    holders = {r for r in scheduler.running if not r.is_ending}
+    assert set(capacity._holders) == holders
+    rows, rowless = set(capacity.rows), set(capacity._rowless)
+    assert rows | rowless == {r for r in holders if not r.paused}
+    assert not rows & rowless
+    assert len(rows) <= capacity.max_batch_size
+    assert scheduler.has_work == any(not r.paused for r in scheduler._by_id.values())
 
 
 def check_idle(loop: DecodeLoop) -> None:
@@ -139,6 +182,28 @@ def check_idle(loop: DecodeLoop) -> None:
     assert not loop.scheduler.running
     assert not loop.scheduler.waiting
     assert not loop.scheduler.unfinished_request_ids
+    assert not loop.scheduler._paused
+    check_capacity(loop.scheduler)
+
+
+def work_of(action: Callable[[], object]) -> int:
+    """Bytecode instructions of the package that a call runs: its host cost, without a clock."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any]:
+        nonlocal count
+        if frame.f_globals["__name__"].startswith("neuron_streams."):
+            frame.f_trace_opcodes = True
+            count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 @dataclass

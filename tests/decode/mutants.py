@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "neuron_streams" / "decode"
 TESTS = ("gather", "failures", "preemption", "reports", "seed", "scheduler", "runner", "output")
 TESTS = (*TESTS, "loop", "batch", "request", "sampling_params", "admission", "logprobs")
-TESTS = (*TESTS, "sampling_reports")
+TESTS = (*TESTS, "capacity", "request_queue", "sampling_reports")
 TESTS = (
     *TESTS,
     "outbox",
@@ -153,16 +153,67 @@ MUTANTS = {
     ),
     "finished requests are not reported": Mutant(
         "scheduler",
-        "(request)\n            self._finished_req_ids.add(request.key)",
-        "(request)",
+        "RUNNING:\n            self._finished_req_ids.add(request.key)",
+        "RUNNING:\n            pass",
     ),
-    "a paused request decodes": Mutant("scheduler", "if not (r.paused or ", "if not ("),
-    "a victim too many": Mutant("scheduler", "self._slots_come_free() or ", ""),
-    "an ending request is no hope": Mutant(
-        "scheduler", " or any(r.is_ending for r in self.running)", ""
+    "an ending request keeps its row": Mutant(
+        "scheduler", "            if request.is_ending:\n", "            if False:\n"
     ),
-    "the oldest is preempted": Mutant(
-        "scheduler", "max(victims, key=lambda r: r.order)", "min(victims, key=lambda r: r.order)"
+    "an ending request gets its row back": Mutant(
+        "scheduler", "        if not request.is_ending:\n", "        if True:\n"
+    ),
+    "an ending request is preempted": Mutant(
+        "scheduler", "RequestStatus.RUNNING or request.is_ending:", "RequestStatus.RUNNING:"
+    ),
+    "a paused request is work": Mutant(
+        "scheduler", "return len(self._by_id) > len(self._paused)", "return bool(self._by_id)"
+    ),
+    "a paused request that has ended is counted": Mutant(
+        "scheduler", "self._paused.discard(request)\n        self._release", "self._release"
+    ),
+    "more pieces than a step takes": Mutant(
+        "scheduler", "lambda r: r.order)[: self._model.prefill_batch]", "lambda r: r.order)"
+    ),
+    "pieces in any order": Mutant(
+        "scheduler", "sorted(prefilling, key=lambda r: r.order)", "prefilling"
+    ),
+    "a victim too many": Mutant("scheduler", "None if self.capacity.slots_come_free else ", ""),
+    # Slots, rows and their queues
+    "a paused request decodes": Mutant("capacity", "if not request.paused:\n", "if True:\n"),
+    "the oldest is preempted": Mutant("capacity", "-priority, -arrival", "-priority, arrival"),
+    "the most urgent is preempted": Mutant("capacity", "-priority, -arrival", "priority, -arrival"),
+    "a request at work is preempted before a paused one": Mutant(
+        "capacity", "return not request.paused, -priority", "return False, -priority"
+    ),
+    "equals are preempted": Mutant(
+        "capacity", "request.priority < victim.priority)", "request.priority <= victim.priority)"
+    ),
+    "the cap counts the most urgent alone": Mutant(
+        "capacity", "return max(self.rows, key=_order)", "return min(self.rows, key=_order)"
+    ),
+    "an urgent request passes the cap": Mutant(
+        "capacity", "not self._is_full or request.priority", "True or request.priority"
+    ),
+    "a request as urgent takes the row": Mutant(
+        "capacity", "request.priority < self._last", "request.priority <= self._last"
+    ),
+    "no request takes a row back": Mutant(
+        "capacity", " and _order(self._last_row) < _order(request):", ":"
+    ),
+    "more rows than the bucket": Mutant(
+        "capacity", "        if self._is_full:\n", "        if False:\n"
+    ),
+    "a row that is taken is not given back": Mutant(
+        "capacity", "            self._rowless.add(last)\n", ""
+    ),
+    "what has left the queue goes first": Mutant(
+        "request_queue", "if self._entries.get(request) is heap[0]:", "if True:"
+    ),
+    "an old place in the queue counts": Mutant(
+        "request_queue", "if self._entries.get(request) is heap[0]:", "if request in self:"
+    ),
+    "what has left the queue is kept": Mutant(
+        "request_queue", "if len(self._heap) > 2 * len(self._entries):", "if False:"
     ),
     "pieces count as tokens": Mutant("scheduler", "+= not request.is_prefilling", "+= 1"),
     "a preempted request keeps its count": Mutant(
@@ -173,7 +224,6 @@ MUTANTS = {
         "= request.prompt_token_ids + request.output_token_ids",
         "= request.prompt_token_ids",
     ),
-    "more rows than the bucket": Mutant("scheduler", "[: self.max_batch_size]\n", "\n"),
     "a failed step ends nobody": Mutant(
         "scheduler", "elif model_runner_output.error is not None:", "elif False:"
     ),
@@ -283,6 +333,21 @@ MUTANTS = {
     "drain leaves steps": Mutant(
         "loop", "        while self.batch_queue:\n", "        if self.batch_queue:\n"
     ),
+    "drain without a thread forgets the time": Mutant(
+        "queue", "(ended := step.is_ready())", "(ended := True)"
+    ),
+    "drain without a thread is always late": Mutant(
+        "queue", "(ended := step.is_ready())", "(ended := False)"
+    ),
+    "generate goes on for others": Mutant(
+        "generate",
+        "if going is None and ids.isdisjoint(left):",
+        "if not loop.has_unfinished_requests():",
+    ),
+    "generate leaves what is in the outbox": Mutant(
+        "generate", "if going is None and ids.isdisjoint(left):", "if going is None:"
+    ),
+    "generate leaves what is in flight": Mutant("scheduler", "request.num_in_flight > 0 or ", ""),
     "the thread's failure is the step's": Mutant("queue", " or output.error is not error:", ":"),
     "the watchdog sleeps": Mutant(
         "queue", "            self._watch(step)\n        output", "        output"
@@ -359,11 +424,35 @@ MUTANTS = {
     "a pause that was asked for is forgotten": Mutant("engine_core", " or live.asked_to_pause", ""),
     "the end is told before the id is free": Mutant(
         "engine_core",
-        "            self._forget(live)\n            live.queue.put(output, error)",
-        "            live.queue.put(output, error)\n            self._forget(live)",
+        "if output.finished and not self._forget(live):",
+        "if output.finished and (live.queue.put(output), not self._forget(live))[1]:",
+    ),
+    "an abort that was promised is no abort": Mutant(
+        "engine_core",
+        "if output.finished and not self._forget(live):",
+        "if output.finished and self._forget(live) is None:",
+    ),
+    "all that are paused are looked through": Mutant(
+        "engine_core",
+        "nearly_full, self._nearly_full = self._nearly_full, set()",
+        "nearly_full = set(self._nearly_full)",
+    ),
+    "a step is not looked at": Mutant(
+        "engine_core", "in self.loop.batch_queue.newest_req_ids:", "in ():"
+    ),
+    "an output is not looked at": Mutant(
+        "engine_core",
+        "        live.queue.put(output)\n        self._note_room(live)\n",
+        "        live.queue.put(output)\n",
+    ),
+    "a reader that makes room is not looked at": Mutant(
+        "engine_core", "partial(self._inbox.put, partial(self._look_at, request_id))", "self.wake"
+    ),
+    "a dropped stream that has a callback is not looked at": Mutant(
+        "engine_core", "if queue.abandoned else look_at)", "if queue.abandoned else _nothing)"
     ),
     "a dropped stream goes on": Mutant(
-        "engine_core", "partial(self._abort, queue) if queue.abandoned else _nothing", "_nothing"
+        "engine_core", "partial(self._abort, queue) if queue.abandoned else look_at", "look_at"
     ),
     "a dropped stream is in the way": Mutant(
         "engine_core", "if request_id in self._live:", "if False:"

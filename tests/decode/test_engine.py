@@ -18,7 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import neuron_streams
-from neuron_streams.decode import DecodeEngine, DecodeLoop, RequestOutput, RequestStream
+from neuron_streams.decode import (
+    DecodeEngine,
+    DecodeLoop,
+    RequestOutput,
+    RequestStream,
+    SamplingParams,
+)
 from neuron_streams.testing import EmulatedRuntime, use_runtime
 from tests.decode.compiled_hash_model import CompiledHashModel
 from tests.decode.engines import (
@@ -31,7 +37,7 @@ from tests.decode.engines import (
     tokens_of,
     turns,
 )
-from tests.decode.harness import MODES, check_invariants, make_loop, modes
+from tests.decode.harness import MODES, check_invariants, make_loop, modes, work_of
 
 
 @modes
@@ -105,7 +111,7 @@ def test_abort_in_any_state(state: str, options: dict[str, Any], again: bool) ->
     other = engine.add_request("b", [3], limited(12, 5))
     turns(engine, 3)
     if state == "waiting":
-        engine._core.loop.scheduler.max_batch_size = 1
+        engine._core.loop.scheduler.capacity.max_batch_size = 1
     stream = engine.add_request("a", prompt, limited(9))
     turns(engine, {"in prefill": 2, "one step": 1, "two steps": 2}.get(state, 1))
     if state == "paused":
@@ -151,6 +157,59 @@ def test_an_abort_that_comes_too_late_changes_nothing() -> None:
     engine._core._abort(stream._queue)
     run(engine)
     assert [out.finish_reason for out in stream] == [None, "length"]
+    check_rest(engine)
+
+
+def finish_together(
+    params: SamplingParams, fail_at: int | None = None
+) -> tuple[RequestStream, list[str | None], bool]:
+    """A request is aborted between the step that ends it and the delivery of that end."""
+    engine, model, _ = make_engine(sizes={"prefill_batch": 2, "batch_buckets": (2,)}, depth=1)
+    model.fail_at = set() if fail_at is None else {fail_at}
+    aborted: list[bool] = []
+    heard: list[str | None] = []
+
+    def abort_the_other(output: RequestOutput) -> None:
+        if output.finished:
+            aborted.append(engine.abort("a"))
+
+    engine.add_request("first", [1], params, on_output=abort_the_other)
+    stream = engine.add_request("a", [1], params, on_output=lambda o: heard.append(o.finish_reason))
+    run(engine)
+    assert len(aborted) == 1
+    check_rest(engine)
+    return stream, heard, aborted[0]
+
+
+@pytest.mark.parametrize("end", ["length", "stop", "error"])
+def test_a_request_that_comes_to_its_own_end_after_an_abort_was_promised_ends_by_it(
+    end: str,
+) -> None:
+    tokens = oracle([1], limited(3))
+    params = limited(3, **({"stop_token_ids": (tokens[-1],)} if end == "stop" else {}))
+    stream, heard, promised = finish_together(params, 2 if end == "error" else None)
+    assert promised
+    outputs = list(stream)
+    assert outputs[-1].finish_reason == heard[-1] == "abort"
+    assert outputs[-1].stop_reason is outputs[-1].error is None
+    assert tokens_of(outputs) == (tokens[:-1] if end == "error" else tokens)
+
+
+def test_a_request_cannot_be_aborted_by_the_callback_that_hears_of_its_end() -> None:
+    """Its id is free by then, for the callback too."""
+    engine, _, _ = make_engine()
+    heard: list[Any] = []
+
+    def at_the_end(output: RequestOutput) -> None:
+        if output.finished and not heard:
+            heard.append(engine.abort("a"))
+            heard.append(engine.add_request("a", [2], limited(2)))
+
+    stream = engine.add_request("a", [1], limited(2), on_output=at_the_end)
+    run(engine)
+    assert heard[0] is False
+    assert [output.finish_reason for output in stream] == [None, "length"]
+    assert tokens_of(list(heard[1])) == oracle([2], limited(2))
     check_rest(engine)
 
 
@@ -260,6 +319,42 @@ def test_an_end_without_a_token_needs_no_room() -> None:
     check_rest(engine)
 
 
+def crowded(state: str, size: int) -> DecodeEngine:
+    """An engine that runs one request, while `size` others are in a state in which none runs."""
+    engine, _, _ = make_engine(
+        policy="gather", sizes={"max_length": 4000, "num_slots": size + 9, "batch_buckets": (1,)}
+    )
+    engine.kept = []  # type: ignore[attr-defined]
+    for number in range(size) if state != "waiting" else ():
+        name, room = f"other {number}", 1 if state == "full" else 9
+        engine.kept.append(  # type: ignore[attr-defined]
+            engine.add_request(name, [1], limited(3000), max_queued=room)
+        )
+        if state == "paused":
+            turns(engine, 1)
+            engine.pause(name)
+        run(engine)
+    engine.add_request("runs", [1], limited(3000), on_output=lambda _: None, priority=-1)
+    turns(engine, 8)
+    for number in range(size) if state == "waiting" else ():
+        engine.kept.append(  # type: ignore[attr-defined]
+            engine.add_request(f"other {number}", [1], limited(3000), max_queued=1)
+        )
+    turns(engine, 2)
+    return engine
+
+
+@pytest.mark.parametrize("state", ["full", "paused", "waiting"])
+def test_a_turn_costs_the_same_however_many_others_do_not_run(state: str) -> None:
+    def least(size: int) -> int:
+        engine = crowded(state, size)
+        work = min(work_of(engine.turn) for _ in range(6))
+        assert len(engine._core.loop.batch_queue) == 1
+        return work
+
+    assert least(100) <= 1.02 * least(10)
+
+
 def test_pause_and_resume_go_together_with_a_slow_reader() -> None:
     engine, _, _ = make_engine(max_queued=2)
     stream = engine.add_request("a", [1], limited(6))
@@ -343,6 +438,7 @@ def test_a_callback_alone_needs_no_stream(caplog: pytest.LogCaptureFixture) -> N
     heard: list[RequestOutput] = []
     stream = engine.add_request("a", [1], limited(8), on_output=heard.append)
     run(engine)
+    turns(engine, 2)
     assert len(heard) == 2, "nobody reads the stream, and it is there"
     del stream
     run(engine)
@@ -455,6 +551,14 @@ def test_drain_in_time_or_named() -> None:
         held.release()
         assert engine.drain(60) == ()
         assert len(tokens_of(list(stream))) == 3
+
+
+def test_drain_by_hand_looks_at_the_time_between_turns() -> None:
+    engine, _, _ = make_engine()
+    engine.add_request("a", [1], limited(20))
+    with pytest.raises(TimeoutError, match=r"^The engine has not come to rest .*are 'a'\."):
+        engine.drain(0.0)
+    assert engine.drain(600.0) == ()
 
 
 class Held:

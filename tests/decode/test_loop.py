@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -271,6 +272,74 @@ def test_two_iterators_and_the_caller_each_get_their_own() -> None:
     assert tokens_of(rest, "mine") == reference([4], limited(3, 9), 24)[0]
 
 
+def paused_prompt(*others: str) -> tuple[DecodeLoop, Iterator[RequestOutput], FakeStreams]:
+    """A `generate` of one prompt, paused after its first token; others run beside it."""
+    loop, _, streams = make_loop()
+    for number, name in enumerate(others):
+        loop.add_request(name, [9], limited(3 + number, 9))
+    outputs = loop.generate([[1]], limited(9), request_ids=["mine"])
+    next(outputs)
+    loop.pause_request("mine")
+    return loop, outputs, streams
+
+
+def test_generate_ends_where_its_own_are_paused_though_others_have_left_outputs() -> None:
+    loop, outputs, _ = paused_prompt()
+    rest = list(outputs)
+    loop.add_request("other", [2], limited(1, 2))
+    loop.step()
+    loop._outbox.outputs = loop.drain()
+    outputs = loop.generate([[3]], limited(9), request_ids=["more"])
+    loop.pause_request("more")
+    assert list(outputs) == []
+    assert [output.request_id for output in loop.step()] == ["other"]
+    assert loop.scheduler.unfinished_request_ids == ("mine", "more")
+    assert 1 + len(rest) == loop.scheduler._by_id["mine"].num_computed_tokens
+
+
+def test_generate_ends_where_its_own_are_paused_though_others_run() -> None:
+    loop, outputs, _ = paused_prompt("short", "long")
+    rest = list(outputs)
+    assert {output.request_id for output in rest} <= {"mine"}
+    assert "mine" in loop.scheduler.unfinished_request_ids
+    got: list[RequestOutput] = []
+    while loop.has_unfinished_requests():
+        got += loop.step()
+    assert tokens_of(got, "long") == reference([9], limited(4, 9), 24)[0]
+    loop.resume_request("mine")
+    while loop.has_unfinished_requests():
+        rest += loop.step()
+    want = reference([1], limited(9), 24)[0]
+    assert tokens_of(rest, "mine") == want[1:]
+
+
+def test_generate_gives_what_is_in_flight_and_what_another_iterator_has_left_before_it_ends() -> (
+    None
+):
+    loop, _, _ = make_loop(policy="gather", depth=4)
+    first = loop.generate([[1]], limited(9, 1), request_ids=["first"])
+    second = loop.generate([[2]], limited(9, 2), request_ids=["second"])
+    next(second)
+    in_flight = {r.request_id: r.num_output_placeholders for r in loop.scheduler.running}
+    assert in_flight["first"]
+    got = len(tokens_of(loop._outbox.outputs, "first"))
+    loop.pause_request("first")
+    loop.pause_request("second")
+    assert len(list(second)) == in_flight["second"]
+    assert not loop.batch_queue
+    assert len(list(first)) == got + in_flight["first"]
+    assert set(loop.scheduler.unfinished_request_ids) == {"first", "second"}
+
+
+def test_generate_goes_on_with_those_that_are_not_paused() -> None:
+    loop, _, _ = make_loop(max_batch_size=1)
+    outputs = loop.generate([[n] for n in range(4)], limited(3))
+    for paused in "013":
+        loop.pause_request(paused)
+    assert tokens_of(list(outputs), "2") == reference([2], limited(3), 24)[0]
+    assert loop.scheduler.unfinished_request_ids == ("0", "1", "3")
+
+
 def test_generate_ends_with_nothing_in_flight() -> None:
     loop, model, _ = make_loop()
     params = SamplingParams(max_tokens=9, seed=1, stop_token_ids=tuple(range(31)))
@@ -321,6 +390,22 @@ def test_drain_times_out_and_names_what_is_pending() -> None:
     streams.release.set()
     assert len(tokens_of(loop.drain(timeout=10), "slow")) == 1
     assert loop.close() == ("slow",)
+
+
+def test_drain_times_out_without_an_output_thread_too() -> None:
+    loop, _, streams = make_loop(depth=3)
+    loop.add_request("slow", [1, 2], limited(6))
+    with streams.hold(loop.runner.compute_stream):
+        loop.step()
+        loop.step()
+        message = "^2 steps are in flight and the oldest has not ended; it is step 1, of requests"
+        for timeout in (0.0, 0.01):
+            with pytest.raises(TimeoutError, match=message):
+                loop.drain(timeout)
+    streams.run()
+    assert len(tokens_of(loop.drain(timeout=0.0), "slow")) == 2
+    assert not loop.batch_queue
+    assert loop.drain(timeout=0.0) == []
 
 
 @pytest.mark.parametrize("output_thread", [True, False])

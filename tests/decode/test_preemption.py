@@ -80,7 +80,7 @@ def test_a_paused_request_can_be_aborted_and_its_slot_comes_free() -> None:
     loop.drain()
     assert loop.abort_request("a")
     assert [out.finish_reason for out in loop.step()] == ["abort"]
-    assert len(loop.scheduler.free_slots) == 5
+    assert len(loop.scheduler.capacity.free_slots) == 5
 
 
 def test_generate_ends_where_all_that_is_left_is_paused_and_aborts_nothing() -> None:

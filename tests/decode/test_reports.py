@@ -324,7 +324,7 @@ def test_row_25_a_slot_is_not_given_away_while_a_step_uses_it(options: dict[str,
         in_flight = len(loop.batch_queue)
         assert in_flight
         loop.abort_request("a")
-        assert not loop.scheduler.free_slots
+        assert not loop.scheduler.capacity.free_slots
     loop.add_request("b", [3], limited(5, 2))
     outputs = run(loop, model)
     assert tokens_of(outputs, "b") == oracle([3], limited(5, 2))
@@ -363,7 +363,7 @@ def test_row_32_drain_returns_when_the_device_has_nothing_left(options: dict[str
         loop.abort_request(str(number))
     loop.drain()
     assert model.executed == len(model.calls)
-    assert len(loop.scheduler.free_slots) == model.num_slots - 1
+    assert len(loop.scheduler.capacity.free_slots) == model.num_slots - 1
 
 
 # Empty batch, hang, end

@@ -279,7 +279,7 @@ def test_normal_6_update_from_output_finishes_requests_and_frees_their_slots() -
     worker.scheduler.add_request("a", [1, 2], SamplingParams(max_tokens=1))
     worker.step_sync()
     assert not worker.scheduler.running
-    assert 1 in worker.scheduler.free_slots
+    assert 1 in worker.scheduler.capacity.free_slots
 
 
 def test_normal_every_transfer_is_blocking() -> None:

@@ -12,8 +12,9 @@ import torch
 from models import smollm2 as module
 from models.llama import Llama
 from models.loader import load_weights
-from models.smollm2 import cache_folder, find_fault, publish, smollm2, write_manifest
+from models.smollm2 import find_fault, publish, smollm2, write_manifest
 from models.tokenizer import Tokenizer
+from neuron_streams import cache_folder
 from tests.models.driver import Request, decode, prefill
 
 
@@ -172,15 +173,9 @@ def test_a_download_that_fails_says_what_to_do(conversions, tmp_path, monkeypatc
         smollm2(tmp_path / "cache")
 
 
-def test_the_cache_folder_comes_from_the_environment(monkeypatch, tmp_path):
+def test_it_is_kept_where_everything_else_is(conversions, monkeypatch, tmp_path):
     monkeypatch.setenv("NEURON_STREAMS_CACHE", str(tmp_path / "own"))
-    assert cache_folder() == tmp_path / "own"
-    monkeypatch.delenv("NEURON_STREAMS_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg" / "neuron_streams"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", os.fspath(tmp_path))
-    assert cache_folder() == tmp_path / ".cache" / "neuron_streams"
+    assert smollm2(progress=False).parent == cache_folder() == tmp_path / "own"
 
 
 QUESTIONS = [

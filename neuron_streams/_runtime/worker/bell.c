@@ -8,6 +8,18 @@
 #include <errno.h>
 #include <string.h>
 
+/* Seconds, on the scale of time.perf_counter(). */
+double ns_now(void) {
+#ifdef __APPLE__
+    clockid_t clock = CLOCK_UPTIME_RAW;
+#else
+    clockid_t clock = CLOCK_MONOTONIC;
+#endif
+    struct timespec time;
+    clock_gettime(clock, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
 #ifdef __APPLE__
 void ns_condition_init(pthread_cond_t *cond) { pthread_cond_init(cond, NULL); }
 int ns_timed_wait(pthread_cond_t *cond, pthread_mutex_t *mutex, const struct timespec *until) {
@@ -85,6 +97,9 @@ void ns_unlock(ns_runtime *r, ns_wake *wake) {
         pthread_cond_signal(&bell->cond);
         pthread_mutex_unlock(&bell->mutex);
     }
+    ns_entry *done = wake->done;
+    wake->done = NULL;
+    ns_free_entries(r, done);
 }
 
 /* Sleep on one of the runtime's lists of bells (ascending by value, then the newest first), with

@@ -1,8 +1,8 @@
 /* How a runtime begins and ends. See worker.h.
  *
- * The end has steps, because the failures are Python's: `ns_drain` waits for what can still run,
- * `ns_cancel` tells what will not, `ns_stop` completes that and wakes everybody, `ns_join` waits
- * for what is in flight, and `ns_free` comes when nobody can call any more.
+ * The end has steps, because the failures are the owner's: `ns_drain` waits for what can still run,
+ * `ns_cancel` names what will not, `ns_stop` completes that and wakes every waiter, `ns_join` waits
+ * for what is in flight, and `ns_free` comes when no thread can call any more.
  */
 #include "worker.h"
 
@@ -15,7 +15,7 @@ static void *zeroed(size_t count, size_t size) {
     return memory;
 }
 
-NS_EXPORT ns_runtime *ns_new(int64_t devices) {
+ns_runtime *ns_new(int64_t devices, const ns_calls *calls) {
     ns_runtime *r = zeroed(1, sizeof *r);
     pthread_mutex_init(&r->mutex, NULL);
     ns_condition_init(&r->ended);
@@ -23,12 +23,12 @@ NS_EXPORT ns_runtime *ns_new(int64_t devices) {
     r->devices = zeroed((size_t)devices, sizeof *r->devices);
     r->threads = zeroed((size_t)devices * NS_MOST_THREADS, sizeof *r->threads);
     r->intervals = zeroed(NS_INTERVALS, sizeof *r->intervals);
-    r->for_python_end = &r->for_python;
+    r->calls = *calls;
     return r;
 }
 
 /* Whether nothing moves, after at most `timeout_ns`. */
-NS_EXPORT int64_t ns_drain(ns_runtime *r, int64_t timeout_ns) {
+bool ns_drain(ns_runtime *r, int64_t timeout_ns) {
     ns_bell bell;
     ns_wake wake = {0};
     ns_bell_init(&bell);
@@ -51,45 +51,27 @@ static void empty_queues(ns_runtime *r) {
             withdraw(r, &r->devices[i], r->devices[i].ready[unit].count);
             r->devices[i].ready[unit].count = 0;
         }
-    ns_entry **link = &r->for_python;
-    for (ns_entry *entry; (entry = *link) != NULL;) {
-        if (entry->started) {
-            link = &entry->next_for_python;
-            continue;
-        }
-        ns_device *device = &r->devices[entry->lane->device];
-        *link = entry->next_for_python;
-        device->running[entry->unit]--;
-        r->running--;
-        r->for_python_count--;
-        withdraw(r, device, 1);
-    }
-    r->for_python_end = link;
 }
 
-/* Take no more commands, and tell of those that have not completed, as key, lane, value and
- * whether they run; 0 when all are told. They complete at `ns_stop`. */
-NS_EXPORT int64_t ns_cancel(ns_runtime *r, int64_t *told, int64_t room) {
-    int64_t count = 0;
+/* Take no more commands, and name those that have not completed. They complete at `ns_stop`. */
+void ns_cancel(ns_runtime *r, ns_on_cancel on_cancel, void *context) {
     pthread_mutex_lock(&r->mutex);
     if (!r->closed) empty_queues(r);
     r->closed = true;
-    for (int64_t i = 0; i < r->slot_count && count < room; i++) {
+    for (int64_t i = 0; i < r->slot_count; i++) {
         ns_lane *lane = r->slots[i];
-        ns_entry *entry = lane == NULL ? NULL : lane->head;
-        for (; entry != NULL && count < room; entry = entry->next) {
-            if (entry->reported || entry->cancelled) continue;
+        for (ns_entry *entry = lane == NULL ? NULL : lane->head; entry; entry = entry->next) {
+            if (entry->cancelled) continue;
             entry->cancelled = true;
-            int64_t words[] = {entry->key, lane->id, entry->value, entry->started};
-            memcpy(told + 4 * count++, words, sizeof words);
+            on_cancel(context, &entry->command, (ns_ticket){lane->id, entry->value},
+                      entry->started);
         }
     }
     pthread_mutex_unlock(&r->mutex);
-    return count;
 }
 
 /* Complete what was cancelled and wake everybody. */
-NS_EXPORT void ns_stop(ns_runtime *r) {
+void ns_stop(ns_runtime *r) {
     ns_wake wake = {0};
     pthread_mutex_lock(&r->mutex);
     r->closed = r->cancelled = true;
@@ -103,14 +85,12 @@ NS_EXPORT void ns_stop(ns_runtime *r) {
         ns_ring(&wake, &r->devices[i].idle);
         ns_ring(&wake, &r->devices[i].waiting_for_room);
     }
-    ns_ring(&wake, &r->python_idle);
     pthread_cond_broadcast(&r->ended);
     ns_unlock(r, &wake);
 }
 
-/* How many commands are still in flight after at most `timeout_ns`; with none, no thread is left
- * but those of Python. */
-NS_EXPORT int64_t ns_join(ns_runtime *r, int64_t timeout_ns) {
+/* How many commands are still in flight after at most `timeout_ns`; with none, no thread is left. */
+int64_t ns_join(ns_runtime *r, int64_t timeout_ns) {
     ns_bell bell;
     ns_wake wake = {0};
     ns_bell_init(&bell);
@@ -125,18 +105,15 @@ NS_EXPORT int64_t ns_join(ns_runtime *r, int64_t timeout_ns) {
     return left;
 }
 
-static void free_lane(ns_lane *lane) {
+static void free_lane(ns_runtime *r, ns_lane *lane) {
     if (lane == NULL) return;
-    for (ns_entry *entry = lane->head, *next; entry != NULL; entry = next) {
-        next = entry->next;
-        ns_free_entry(entry);
-    }
+    ns_free_entries(r, lane->head);
     free(lane->dependents.items);
     free(lane);
 }
 
-NS_EXPORT void ns_free(ns_runtime *r) {
-    for (int64_t i = 0; i < r->slot_count; i++) free_lane(r->slots[i]);
+void ns_free(ns_runtime *r) {
+    for (int64_t i = 0; i < r->slot_count; i++) free_lane(r, r->slots[i]);
     for (int i = 0; i < r->device_count; i++)
         for (int unit = 0; unit < NS_UNITS; unit++) free(r->devices[i].ready[unit].items);
     free(r->slots);
@@ -150,7 +127,7 @@ NS_EXPORT void ns_free(ns_runtime *r) {
 }
 
 /* The newest busy intervals, oldest first; `told` has room for NS_INTERVALS. */
-NS_EXPORT int64_t ns_intervals(ns_runtime *r, ns_interval *told) {
+int64_t ns_intervals(ns_runtime *r, ns_interval *told) {
     pthread_mutex_lock(&r->mutex);
     uint64_t count = r->interval_count < NS_INTERVALS ? r->interval_count : NS_INTERVALS;
     for (uint64_t i = 0; i < count; i++)
@@ -159,21 +136,20 @@ NS_EXPORT int64_t ns_intervals(ns_runtime *r, ns_interval *told) {
     return (int64_t)count;
 }
 
-/* The head of a lane: its key, its value, and the lane and value that it waits for (0: none). */
-NS_EXPORT int64_t ns_head(ns_runtime *r, int64_t id, int64_t *told) {
-    memset(told, 0, 4 * sizeof *told);
+/* The head of a lane and the ticket that it waits for (lane 0: none); false for an empty lane. */
+bool ns_head(ns_runtime *r, int64_t id, ns_command *command, ns_ticket *ticket,
+             ns_ticket *awaited) {
+    *awaited = (ns_ticket){0, 0};
     pthread_mutex_lock(&r->mutex);
     ns_lane *lane = ns_find(r, id);
     ns_entry *head = lane == NULL ? NULL : lane->head;
     if (head != NULL) {
-        told[0] = head->key;
-        told[1] = head->value;
+        *command = head->command;
+        *ticket = (ns_ticket){id, head->value};
         for (int64_t i = 0; i < r->slot_count; i++)
             for (int k = 0; r->slots[i] != NULL && k < r->slots[i]->dependents.count; k++)
-                if (r->slots[i]->dependents.items[k].entry == head) {
-                    told[2] = r->slots[i]->id;
-                    told[3] = r->slots[i]->dependents.items[k].rank;
-                }
+                if (r->slots[i]->dependents.items[k].entry == head)
+                    *awaited = (ns_ticket){r->slots[i]->id, r->slots[i]->dependents.items[k].rank};
     }
     pthread_mutex_unlock(&r->mutex);
     return head != NULL;

@@ -64,8 +64,8 @@ static int64_t free_slot(ns_runtime *r) {
 
 /* `counters`: two words, completed and submitted, kept by the caller until they are equal and the
  * lane was closed. */
-NS_EXPORT int64_t ns_open_lane(ns_runtime *r, int64_t device, int64_t priority, int64_t host,
-                               int64_t *counters) {
+int64_t ns_open_lane(ns_runtime *r, int64_t device, int64_t priority, bool host,
+                     int64_t *counters) {
     ns_lane *lane = calloc(1, sizeof *lane);
     if (lane == NULL) abort();
     lane->device = (int)device;
@@ -93,7 +93,7 @@ static void forget(ns_runtime *r, ns_lane *lane, ns_wake *wake) {
     free(lane);
 }
 
-NS_EXPORT void ns_close_lane(ns_runtime *r, int64_t id) {
+void ns_close_lane(ns_runtime *r, int64_t id) {
     ns_wake wake = {0};
     pthread_mutex_lock(&r->mutex);
     ns_lane *lane = ns_find(r, id);
@@ -104,36 +104,6 @@ NS_EXPORT void ns_close_lane(ns_runtime *r, int64_t id) {
     ns_unlock(r, &wake);
 }
 
-/* Words of a message: kind, unit, flags, key, name, number of tickets, lane and value of each,
- * then by kind
- *   MARKER   address of the double that takes the moment, or 0
- *   SLEEP    nanoseconds
- *   COPY     source buffer or 0, offset or address; target buffer or 0, the same; bytes
- *   EXECUTE  program, inputs, outputs, buffers of the inputs..., of the outputs..., and with OFFSETS
- *            those of the inputs...
- * Offsets and sizes are in bytes. */
-enum { KIND, UNIT, FLAGS, KEY, NAME, TICKETS, HEADER };
-enum { QUICK = 1, OVERWRITES = 2, OFFSETS = 4 };
-
-static ns_entry *read_entry(const int64_t *message, int64_t length) {
-    const int64_t *words = message + HEADER + 2 * message[TICKETS];
-    size_t count = (size_t)(message + length - words);
-    /* An EXECUTE has room behind its words for the data of each input and each result. */
-    size_t all = count + (message[KIND] == NS_EXECUTE ? (size_t)(words[1] + words[2]) : 0);
-    ns_entry *entry = ns_room_for(NULL, sizeof *entry + all * sizeof *words);
-    memset(entry, 0, sizeof *entry);
-    entry->kind = (int)message[KIND];
-    entry->unit = (int)message[UNIT];
-    entry->quick = message[FLAGS] & QUICK;
-    entry->overwrites = message[FLAGS] & OVERWRITES;
-    entry->offsets = message[FLAGS] & OFFSETS;
-    entry->key = message[KEY];
-    entry->name = message[NAME];
-    memcpy(entry->words, words, count * sizeof *words);
-    if (entry->kind == NS_MARKER) entry->stamp = (double *)(intptr_t)words[0];
-    return entry;
-}
-
 static void block(ns_runtime *r, ns_entry *entry, int64_t id, int64_t value) {
     ns_lane *upstream = ns_find(r, id);
     if (upstream == NULL || upstream->counters[0] >= value) return;
@@ -142,12 +112,12 @@ static void block(ns_runtime *r, ns_entry *entry, int64_t id, int64_t value) {
 }
 
 static bool counts(const ns_entry *entry) {
-    return entry->kind != NS_MARKER && entry->kind != NS_PLEDGE;
+    return entry->command.kind != NS_MARKER && entry->command.kind != NS_PLEDGE;
 }
 
-static int64_t append(ns_runtime *r, ns_lane *lane, ns_entry *entry, const int64_t *message) {
-    for (int64_t i = 0; i < message[TICKETS]; i++)
-        block(r, entry, message[HEADER + 2 * i], message[HEADER + 2 * i + 1]);
+static int64_t append(ns_runtime *r, ns_lane *lane, ns_entry *entry, const ns_ticket *after,
+                      int64_t count) {
+    for (int64_t i = 0; i < count; i++) block(r, entry, after[i].lane, after[i].value);
     entry->lane = lane;
     entry->value = lane->counters[1] + 1;
     __atomic_store_n(&lane->counters[1], entry->value, __ATOMIC_RELEASE);
@@ -160,10 +130,13 @@ static int64_t append(ns_runtime *r, ns_lane *lane, ns_entry *entry, const int64
 }
 
 /* The command's value in its lane, or NS_FULL (wait for room, then again), NS_CLOSED,
- * NS_UNKNOWN_LANE. */
-NS_EXPORT int64_t ns_submit(ns_runtime *r, int64_t id, const int64_t *message, int64_t length) {
+ * NS_UNKNOWN_LANE; then the call is still the caller's. */
+int64_t ns_submit(ns_runtime *r, int64_t id, const ns_command *command, const ns_ticket *after,
+                  int64_t count) {
     ns_wake wake = {0};
-    ns_entry *entry = read_entry(message, length);
+    ns_entry *entry = ns_room_for(NULL, sizeof *entry);
+    memset(entry, 0, sizeof *entry);
+    entry->command = *command;
     pthread_mutex_lock(&r->mutex);
     ns_lane *lane = ns_find(r, id);
     ns_device *device = lane == NULL ? NULL : &r->devices[lane->device];
@@ -173,10 +146,10 @@ NS_EXPORT int64_t ns_submit(ns_runtime *r, int64_t id, const int64_t *message, i
     /* A device that does not move waits for the host: holding it up would be a deadlock. */
     else if (counts(entry) && device->outstanding >= NS_OUTSTANDING && device->moving)
         value = NS_FULL;
-    else value = append(r, lane, entry, message);
+    else value = append(r, lane, entry, after, count);
     if (value > 0) {
         ns_advance(r, &wake);
-        ns_call(r, &wake);
+        ns_start_threads(r, &wake);
     }
     ns_unlock(r, &wake);
     if (value < 0) free(entry);
@@ -198,29 +171,39 @@ static void unblock_dependents(ns_runtime *r, ns_lane *lane, int64_t value) {
     }
 }
 
-void ns_free_entry(ns_entry *entry) {
-    free(entry->message);
-    free(entry);
+/* Free a list of entries and let go of their calls; without the lock. */
+void ns_free_entries(ns_runtime *r, ns_entry *entry) {
+    for (ns_entry *next; entry != NULL; entry = next) {
+        next = entry->next;
+        if (entry->command.call != NULL) r->calls.drop(entry->command.call);
+        free(entry);
+    }
+}
+
+static void free_later(ns_entry *entry, ns_wake *wake) {
+    entry->next = wake->done;
+    wake->done = entry;
 }
 
 /* Count the head of its lane as completed. */
 static void complete(ns_runtime *r, ns_entry *entry, ns_wake *wake) {
     ns_lane *lane = entry->lane;
+    double *stamp = entry->command.stamp;
     lane->head = entry->next;
     if (lane->head == NULL) lane->tail = NULL;
-    if (entry->stamp != NULL) __atomic_store(entry->stamp, &(double){ns_now()}, __ATOMIC_RELEASE);
+    if (stamp != NULL) __atomic_store(stamp, &(double){ns_now()}, __ATOMIC_RELEASE);
     __atomic_store_n(&lane->counters[0], entry->value, __ATOMIC_RELEASE);
     while (lane->waiters != NULL && lane->waiters->value <= entry->value)
         ns_ring_first(wake, &lane->waiters);
     unblock_dependents(r, lane, entry->value);
     ns_moved(r, lane);
     if (entry->started && entry->cancelled) entry->lane = NULL; /* given up: it still runs */
-    else ns_free_entry(entry);
+    else free_later(entry, wake);
 }
 
 static void note_interval(ns_runtime *r, const ns_entry *entry) {
     r->intervals[r->interval_count++ % NS_INTERVALS] = (ns_interval){
-        entry->lane->device, entry->unit, entry->name, entry->began, entry->ended};
+        entry->lane->device, entry->command.unit, entry->command.name, entry->began, entry->ended};
 }
 
 static void leave_device(ns_device *device, ns_wake *wake) {
@@ -229,13 +212,15 @@ static void leave_device(ns_device *device, ns_wake *wake) {
         ns_ring(wake, &device->waiting_for_room);
 }
 
-/* Copies that are quicker than waking a thread for them run under the lock, where a unit is free. */
-static bool copied_in_place(ns_runtime *r, ns_entry *entry, ns_wake *wake) {
+/* Calls that are quicker than waking a thread for them run under the lock, if a unit is free. */
+static bool ran_in_place(ns_runtime *r, ns_entry *entry, ns_wake *wake) {
     ns_device *device = &r->devices[entry->lane->device];
-    if (!entry->quick || device->running[entry->unit] >= ns_queues[entry->unit]) return false;
-    if (ns_is_poisoned(entry)) return false;
-    ns_run_copy(entry);
-    if (entry->failed) return false;
+    if (!entry->command.quick || device->running[entry->command.unit] >=
+                                     ns_queues[entry->command.unit])
+        return false;
+    entry->began = ns_now();
+    r->calls.run(entry->command.call, entry->lane->id, entry->value);
+    entry->ended = ns_now();
     note_interval(r, entry);
     leave_device(device, wake);
     return true;
@@ -246,7 +231,7 @@ static void make_ready(ns_runtime *r, ns_entry *entry, ns_wake *wake) {
     entry->queued = true;
     device->moving++;
     r->moving++;
-    push(&device->ready[entry->unit], (ns_item){entry->lane->priority, r->order++, entry});
+    push(&device->ready[entry->command.unit], (ns_item){entry->lane->priority, r->order++, entry});
     wake->devices |= (uint64_t)1 << entry->lane->device;
 }
 
@@ -254,8 +239,8 @@ static void make_ready(ns_runtime *r, ns_entry *entry, ns_wake *wake) {
 static void advance_lane(ns_runtime *r, ns_lane *lane, ns_wake *wake) {
     for (ns_entry *head; (head = lane->head) != NULL;) {
         if (!(head->cancelled && r->cancelled)) {
-            if (head->blocked || head->queued || head->kind == NS_PLEDGE) return;
-            if (head->kind != NS_MARKER && !copied_in_place(r, head, wake)) {
+            if (head->blocked || head->queued || head->command.kind == NS_PLEDGE) return;
+            if (head->command.kind != NS_MARKER && !ran_in_place(r, head, wake)) {
                 make_ready(r, head, wake);
                 return;
             }
@@ -275,21 +260,21 @@ void ns_advance(ns_runtime *r, ns_wake *wake) {
 }
 
 /* A command that the end gave up while it ran: `ns_stop` completes it, or has. */
-static void finish_cancelled(ns_runtime *r, ns_entry *entry) {
+static void finish_cancelled(ns_runtime *r, ns_entry *entry, ns_wake *wake) {
     r->moving--;
     r->running--;
     entry->started = false;
-    if (entry->lane == NULL) ns_free_entry(entry);
+    if (entry->lane == NULL) free_later(entry, wake);
 }
 
 /* Bring back a command that has run: free its unit, move lanes on. */
 void ns_finish(ns_runtime *r, ns_entry *entry, ns_wake *wake) {
     if (entry->cancelled) {
-        finish_cancelled(r, entry);
+        finish_cancelled(r, entry, wake);
         return;
     }
     ns_device *device = &r->devices[entry->lane->device];
-    device->running[entry->unit]--;
+    device->running[entry->command.unit]--;
     device->moving--;
     r->moving--;
     r->running--;
@@ -300,14 +285,14 @@ void ns_finish(ns_runtime *r, ns_entry *entry, ns_wake *wake) {
     ns_advance(r, wake);
 }
 
-/* Keep the pledges of a host lane up to a value. */
-NS_EXPORT void ns_complete(ns_runtime *r, int64_t id, int64_t value) {
+/* Complete the pledges of a host lane up to a value. */
+void ns_complete(ns_runtime *r, int64_t id, int64_t value) {
     ns_wake wake = {0};
     pthread_mutex_lock(&r->mutex);
     ns_lane *lane = ns_find(r, id);
     while (lane != NULL && lane->head != NULL && lane->head->value <= value)
         complete(r, lane->head, &wake);
     ns_advance(r, &wake);
-    ns_call(r, &wake);
+    ns_start_threads(r, &wake);
     ns_unlock(r, &wake);
 }

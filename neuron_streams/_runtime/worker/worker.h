@@ -1,17 +1,19 @@
 /* The native worker: what its files share.
  *
  *   lanes.c   lanes, tickets, `after`, the ready queues of the units; nothing runs here
- *   run.c     how a command runs: executables through libtorch's C ABI, copies, sleeps
- *   threads.c who runs it: threads, the hand-over to Python, waiting
- *   end.c     how it all begins and ends
+ *   threads.c the threads that run commands, and waiting
+ *   end.c     how a runtime begins and ends
  *   bell.c    sleeping and waking
  *
- * One mutex guards a runtime. Nobody waits, runs a command or wakes a thread while holding it,
- * but for copies that are quicker than a wake-up: bells to ring are collected in a `wake` and rung
- * behind the unlock.
+ * What a command does is its caller's: a `call` is an opaque pointer and a table of functions.
+ * One mutex guards a runtime. Nothing waits, wakes a thread or frees a call while holding it, and
+ * of the calls only the quick ones run under it, those that cost less than a wake-up: bells to ring
+ * and calls to drop are collected in a `wake`, and dealt with after the unlock.
  */
 #pragma once
+#ifndef _GNU_SOURCE
 #define _GNU_SOURCE
+#endif
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -20,19 +22,37 @@
 #define NS_MOST_THREADS 6 /* of a device: as many as its units have queues */
 #define NS_EXPORT __attribute__((visibility("default")))
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 enum { NS_OUTSTANDING = 1024, NS_ROOM_AGAIN = NS_OUTSTANDING - 64, NS_INTERVALS = 1 << 16 };
 enum { NS_COMPUTE, NS_TENSOR_OP, NS_COLLECTIVES, NS_UNITS };
-enum { NS_MARKER, NS_PLEDGE, NS_SLEEP, NS_COPY, NS_EXECUTE, NS_PYTHON };
+enum { NS_MARKER, NS_PLEDGE, NS_SLEEP, NS_CALL };
 enum { NS_FULL = -1, NS_CLOSED = -2, NS_UNKNOWN_LANE = -3 };
 
-/* Four words that the caller owns, and keeps until the last command that names them completed.
- * `owner` is a handle of a tensor that keeps `data` alive; NULL where the caller does. */
-typedef struct ns_buffer {
-    void *data;
-    void *owner;
-    int64_t nbytes;
-    int64_t poisoned;
-} ns_buffer;
+/* A command as it is submitted. */
+typedef struct ns_command {
+    int kind, unit;
+    bool quick;          /* of a CALL: cheaper to run in place than to wake a thread for */
+    const char *name;    /* kept by the caller for ever */
+    double *stamp;       /* of a MARKER: takes the moment of its completion, or NULL */
+    int64_t nanoseconds; /* of a SLEEP */
+    void *call;          /* of a CALL; of any other kind kept for `drop` alone, or NULL */
+} ns_command;
+
+typedef struct ns_ticket {
+    int64_t lane, value;
+} ns_ticket;
+
+/* What a runtime does with a call: run it to its end on a thread of its own, before the command
+ * counts as completed, and let go of it some time after. Neither may call the runtime's functions
+ * that wait; `run` of a quick call may call none. */
+typedef struct ns_calls {
+    void (*run)(void *call, int64_t lane, int64_t value);
+    void (*drop)(void *call);
+    void (*enter_thread)(void);
+} ns_calls;
 
 /* Somebody sleeping. Rung once; lives on the sleeper's stack. */
 typedef struct ns_bell {
@@ -45,17 +65,13 @@ typedef struct ns_bell {
 } ns_bell;
 
 typedef struct ns_entry {
-    struct ns_entry *next; /* behind it in its lane */
-    struct ns_entry *next_for_python;
+    struct ns_entry *next; /* behind it in its lane, then in the list of those to be freed */
     struct ns_lane *lane;
-    int64_t value, key, name;
-    int kind, unit, blocked;
-    bool queued, started, cancelled, reported, quick, poisoned, overwrites, offsets;
+    ns_command command;
+    int64_t value;
+    int blocked;
+    bool queued, started, cancelled;
     double began, ended;
-    int64_t failed; /* what ns_run returned */
-    char *message;
-    double *stamp;
-    int64_t words[]; /* by kind, see ns_submit */
 } ns_entry;
 
 typedef struct ns_item {
@@ -91,7 +107,8 @@ typedef struct ns_device {
 } ns_device;
 
 typedef struct ns_interval {
-    int64_t device, unit, name;
+    int64_t device, unit;
+    const char *name;
     double began, ended;
 } ns_interval;
 
@@ -105,9 +122,7 @@ typedef struct ns_runtime {
     int64_t slot_count, slot_room, free_count, generation;
     ns_lane *moved; /* lanes whose heads may go on */
     uint64_t order;
-    ns_entry *for_python, **for_python_end;
-    int for_python_count, python_called, python_idle_count;
-    ns_bell *python_idle;
+    ns_calls calls;
     int moving, running;
     ns_bell *drainers;
     bool closed, cancelled;
@@ -117,9 +132,10 @@ typedef struct ns_runtime {
     uint64_t interval_count;
 } ns_runtime;
 
-/* What to do behind the unlock, and which devices got something to do. */
+/* What to do after the unlock, and which devices got something to do. */
 typedef struct ns_wake {
     ns_bell *bells;
+    ns_entry *done;
     uint64_t devices;
 } ns_wake;
 
@@ -134,13 +150,7 @@ ns_entry *ns_pop(ns_heap *);
 void ns_advance(ns_runtime *, ns_wake *);
 void ns_moved(ns_runtime *, ns_lane *);
 void ns_finish(ns_runtime *, ns_entry *, ns_wake *);
-void ns_free_entry(ns_entry *);
-
-/* run.c */
-bool ns_is_poisoned(const ns_entry *);
-void ns_run_copy(ns_entry *);
-void ns_run_entry(ns_runtime *, ns_entry *);
-void ns_enter_thread(void);
+void ns_free_entries(ns_runtime *, ns_entry *);
 
 /* bell.c */
 void ns_condition_init(pthread_cond_t *);
@@ -153,4 +163,26 @@ bool ns_sleep_on(ns_runtime *, ns_bell **list, ns_bell *, int64_t timeout_ns, ns
 void ns_unlock(ns_runtime *, ns_wake *);
 
 /* threads.c */
-void ns_call(ns_runtime *, ns_wake *);
+void ns_start_threads(ns_runtime *, ns_wake *);
+
+/* The functions for the owner of a runtime; each says more where it stands. */
+ns_runtime *ns_new(int64_t devices, const ns_calls *calls);
+int64_t ns_open_lane(ns_runtime *, int64_t device, int64_t priority, bool host, int64_t *counters);
+void ns_close_lane(ns_runtime *, int64_t id);
+int64_t ns_submit(ns_runtime *, int64_t id, const ns_command *, const ns_ticket *after,
+                  int64_t count);
+void ns_complete(ns_runtime *, int64_t id, int64_t value);
+bool ns_wait(ns_runtime *, int64_t id, int64_t value, int64_t timeout_ns);
+void ns_wait_for_room(ns_runtime *, int64_t id, int64_t timeout_ns);
+bool ns_head(ns_runtime *, int64_t id, ns_command *, ns_ticket *head, ns_ticket *awaited);
+int64_t ns_intervals(ns_runtime *, ns_interval *);
+bool ns_drain(ns_runtime *, int64_t timeout_ns);
+typedef void (*ns_on_cancel)(void *context, const ns_command *, ns_ticket, bool running);
+void ns_cancel(ns_runtime *, ns_on_cancel, void *context);
+void ns_stop(ns_runtime *);
+int64_t ns_join(ns_runtime *, int64_t timeout_ns);
+void ns_free(ns_runtime *);
+
+#ifdef __cplusplus
+}
+#endif

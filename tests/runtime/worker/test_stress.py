@@ -24,7 +24,7 @@ def program(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("stress") / "stress"
     flags = ["-std=c11", "-g", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{SOURCES}"]
     sources = [str(STRESS), *map(str, sorted(SOURCES.glob("*.c")))]
-    command = [compiler, *flags, f"-fsanitize={request.param}", *sources, "-o", str(path)]
+    command = [*compiler, *flags, f"-fsanitize={request.param}", *sources, "-o", str(path)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     if "cannot find" in built.stderr:
         pytest.skip(f"no sanitizer library for {request.param}")

@@ -1,0 +1,32 @@
+// The port over a runtime written in Python. See foreign.cpp.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "core.h"
+
+namespace neuron {
+
+class ForeignPort final : public Port {
+ public:
+  explicit ForeignPort(pybind11::object runtime);
+  ~ForeignPort() override;
+
+  int64_t open_lane(int device, int64_t priority, bool host) override;
+  void close_lane(int64_t lane) override;
+  int64_t submit(int64_t, const CommandPtr&, const std::vector<Ticket>&) override;
+  void wait_for_room(int64_t lane) override;
+  int64_t submitted(int64_t lane) override;
+  int64_t completed(int64_t lane) override;
+  void wait(Ticket, double timeout) override;
+  void drain() override;
+  std::vector<int64_t> lanes(int device) override;
+  std::vector<FailurePtr> failures(Ticket, int64_t since) override;
+  void add_failure(Ticket, FailurePtr) override;
+
+ private:
+  pybind11::object method(const char* name) const;
+  PyObject* runtime_; // a runtime lives until the end of its port
+};
+
+} // namespace neuron
