@@ -1,0 +1,60 @@
+"""A process ends cleanly whatever autograd and the device are doing at that moment."""
+
+import pytest
+
+from tests.torch_backend import children
+from tests.torch_backend.device import DEVICE
+
+ENDS = {
+    "right after a backward": "",
+    "with the gradients unread and a hook pending": """
+x = torch.ones(64, 64, device=D, requires_grad=True)
+x.register_post_accumulate_grad_hook(lambda p: p.grad.add_(1))
+(x @ x).sum().backward()
+""",
+    "inside a backward on a side stream": """
+s = torch.Stream(D) if D != "cpu" else contextlib.nullcontext()
+with s:
+    loss.sum().backward()
+""",
+    "with a backward in a daemon thread": """
+def work():
+    while True:
+        y = layer(torch.ones(8, 64, device=D))
+        torch.autograd.grad(y.sum(), layer.parameters())
+threading.Thread(target=work, daemon=True).start()
+time.sleep(0.02)
+""",
+    "with tensors in globals and cycles": """
+class Cycle: pass
+a, b = Cycle(), Cycle()
+a.b, b.a, a.x = b, a, torch.ones(1000, device=D) + 1
+""",
+    "by an exception": "import signal; raise SystemExit(0)",
+    "with an iterator of a loader open": """
+data = torch.utils.data.TensorDataset(torch.ones(8, 2))
+loader = iter(torch.utils.data.DataLoader(data, 2, pin_memory=D != "cpu"))
+next(loader)
+""",
+}
+PRELUDE = f"""
+import contextlib
+import threading
+import torch
+import neuron_streams
+D = {DEVICE!r}
+"""
+BACKWARD = """
+layer = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 4)).to(D)
+loss = layer(torch.ones(8, 64, device=D)).square().mean()
+loss.backward()
+loss = layer(torch.ones(8, 64, device=D)).square()
+"""
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_process_ends(name):
+    times = 50 if not ENDS[name] else 8
+    scripts = {str(i): BACKWARD + ENDS[name] for i in range(times)}
+    ended = children.run(scripts, PRELUDE, seconds=20.0)
+    assert {str(x) for x in ended.values()} == {"0: "}
