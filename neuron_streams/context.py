@@ -145,6 +145,7 @@ def begin(wanted: Runtime | str | None) -> Context:
             port = getattr(runtime, "port", None) or native.ForeignPort(runtime)
             found = Context(runtime, port)
             native.set_port(port)
+            native.start_autograd_threads()
             _held.context = found
     while _waiting:
         _waiting.popleft()()

@@ -37,7 +37,7 @@ _BACKEND = _HERE.parent / "_torch" / "csrc"
 # for each group; the groups take about as long as each other.
 _GROUPS = (
     ("window", "copy", "shape", "operator", "autocast", "random", "execute"),
-    ("buffer", "command", "native", "stream", "guard", "foreign", "python"),
+    ("buffer", "command", "native", "stream", "guard", "engine", "foreign", "python"),
 )
 _CXX = ("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden")
 _C = ("-x", "c", "-std=c11", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread")

@@ -7,7 +7,7 @@ import torch
 import neuron_streams
 from neuron_streams.testing import Gate
 
-DEVICE = "cpu"
+DEVICE = "neuron"
 
 
 def synchronize():

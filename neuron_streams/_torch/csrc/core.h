@@ -6,6 +6,7 @@
 //   native.cpp  the port over the native worker (../../_runtime/worker)
 //   foreign.cpp the port over a runtime written in Python
 //   stream.h/.cpp   a stream's lane, what a thread has as current, events
+//   engine.cpp  autograd's threads
 //   guard.cpp   torch's device guard and hooks over those
 //   random.cpp  the device's generator
 //   view.h/.cpp windows on buffers, and the operators that only make another window

@@ -648,6 +648,7 @@ PyMethodDef functions[] = {
     function<[](std::optional<PortPtr> port) { set_port(port.value_or(PortPtr())); }>("set_port"),
     function<[] { in_child = true; }>("after_fork_in_child"),
     function<tidy>("tidy"),
+    function<start_autograd_threads>("start_autograd_threads"),
     function<[](PyObject* error, Ticket ticket, std::string what) {
       return c10::make_intrusive<Failure>(raised(error), ticket, std::move(what));
     }>("Failure"),
