@@ -68,7 +68,7 @@ def examine() -> Report:
     """Look at this machine. Starts the runtime. Host: waits for it and for a look at the disk."""
     native = has_native_streams()
     cxx, cc = _shown(toolchain.cxx_compiler()), _shown(toolchain.c_compiler())
-    folder = cache.cache_folder()
+    folder = cache.location()
     init()
     runtime = process.runtime()
     return Report(

@@ -25,7 +25,16 @@ from pathlib import Path
 
 from neuron_streams._runtime import ownership
 
-__all__ = ["CacheError", "cache_folder", "exclusive", "find", "keep", "refuse_noexec", "scratch"]
+__all__ = [
+    "CacheError",
+    "cache_folder",
+    "exclusive",
+    "find",
+    "keep",
+    "location",
+    "refuse_noexec",
+    "scratch",
+]
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +56,20 @@ def cache_folder() -> Path:
     that cannot be written, one named by the user's id in the folder for temporary files. A relative
     path counts from where the process was at the first call.
 
+    Raises:
+        OSError: it cannot be looked at, or a user who is neither this one nor root owns it or may
+            write it, and so could decide what runs here.
+
     Host: returns after a look at the disk.
     """
+    folder = location()
+    with _explained("read", folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        _refuse_foreign(folder)
+    return folder
+
+
+def location() -> Path:
+    """Where the cache is, whoever owns it."""
     chosen = os.path.expanduser(os.environ.get("NEURON_STREAMS_CACHE", ""))
     return _absolute(chosen) if chosen and chosen[0] != "~" else _default()
 
@@ -59,8 +80,8 @@ def _absolute(chosen: str) -> Path:
 
 
 def _default() -> Path:
-    bases = os.environ.get("XDG_CACHE_HOME", ""), _home() and f"{_home()}/.cache"
-    for base in bases:
+    home = _home()
+    for base in (os.environ.get("XDG_CACHE_HOME", ""), home and f"{home}/.cache"):
         if os.path.isabs(base):  # a relative one is to be ignored, says the XDG specification
             folder = Path(base) / "neuron_streams"
             if _writable(next(path for path in (folder, *folder.parents) if os.path.exists(path))):
@@ -104,7 +125,7 @@ def find(kind: str, key: str, filename: str, check: Check | None = None) -> Path
     folder = root / kind / key
     with _explained("read", root):
         try:
-            for path in (root, root / kind, folder, *_files(folder)):
+            for path in (root / kind, folder, *_files(folder)):
                 _refuse_foreign(path)
         except (FileNotFoundError, NotADirectoryError):
             return None

@@ -137,6 +137,13 @@ def test_a_cache_of_another_user_is_refused(monkeypatch, folder, reader):
             as_user(reader, cache.keep, "things", key, "a.txt", refuses)
 
 
+def test_where_it_is_is_not_said_of_one_that_others_may_write(monkeypatch, tmp_path):
+    monkeypatch.setenv("NEURON_STREAMS_CACHE", str(tmp_path))
+    tmp_path.chmod(0o777)
+    with pytest.raises(OSError, match="may be written by every user"):
+        cache_folder()
+
+
 @needs_root
 def test_the_folder_that_anybody_could_guess_is_refused_to_its_maker(monkeypatch, folder):
     folder.chmod(0o1777)
