@@ -171,19 +171,23 @@ def test_a_bound_that_is_none_is_refused(monkeypatch, text):
         toolchain.run(["true"])
 
 
-def test_compilers_that_run_can_be_stopped_from_another_thread(tools, tmp_path):
-    os.mkfifo(tmp_path / "started")
-    path = script(tools / "g++", f"echo >{shlex.quote(str(tmp_path / 'started'))}; sleep 1000")
-    failures = []
+def test_compilers_that_run_can_be_stopped_from_another_thread(tools, monkeypatch):
+    path = script(tools / "g++", "sleep 1000")
+    running, failures, communicate = threading.Event(), [], subprocess.Popen.communicate
+
+    def watched(process, **options):
+        running.set()
+        return communicate(process, **options)
 
     def work():
         with pytest.raises(toolchain.StoppedError) as failure:
             toolchain.run([str(path)])
         failures.append(failure.value)
 
+    monkeypatch.setattr(subprocess.Popen, "communicate", watched)
     thread = threading.Thread(target=work)
     thread.start()
-    (tmp_path / "started").read_text()
+    assert running.wait(30)
     toolchain.stop()
     thread.join(30)
     assert len(failures) == 1
