@@ -239,7 +239,10 @@ def _check_placed(where: str, tensor: torch.Tensor, device: int) -> None:
         raise ValueError(
             f"{where} is a conjugate or negative view. Give it its resolve_conj().resolve_neg()."
         )
-    if tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.itemsize + tensor.nbytes:
+    if (
+        tensor.untyped_storage().nbytes()
+        < tensor.storage_offset() * tensor.itemsize + tensor.nbytes
+    ):
         raise ValueError(f"{where} reaches outside its storage, which was resized.")
 
 

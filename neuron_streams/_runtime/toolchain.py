@@ -89,7 +89,7 @@ def _readings(chosen: str) -> list[tuple[str, ...]]:
 
 
 def run(command: Sequence[str], made: Path | None = None) -> str:
-    """Run a compiler, for `NEURON_STREAMS_COMPILE_SECONDS` (600) at most, and return its output.
+    """Run a compiler, for `NEURON_STREAMS_COMPILE_SECONDS` (1800) at most, and return its output.
 
     Raises RuntimeError, with its output, if it fails or does not leave the file `made`, StuckError
     if it does not end.
@@ -137,12 +137,12 @@ def _text(output: bytes) -> str:
 
 
 def _bound() -> float:
-    text = os.environ.get("NEURON_STREAMS_COMPILE_SECONDS", "600")
+    text = os.environ.get("NEURON_STREAMS_COMPILE_SECONDS", "1800")
     with contextlib.suppress(ValueError):
         if 0 < float(text) <= threading.TIMEOUT_MAX:
             return float(text)
     raise ValueError(
-        f"NEURON_STREAMS_COMPILE_SECONDS={text!r} is no number of seconds above 0. Use 600, or "
+        f"NEURON_STREAMS_COMPILE_SECONDS={text!r} is no number of seconds above 0. Use 1800, or "
         "leave it out."
     )
 

@@ -152,13 +152,14 @@ def test_a_compiler_of_no_use_is_one_sentence(tmp_path, monkeypatch, asked, fail
     monkeypatch.setenv("NEURON_STREAMS_CACHE", str(tmp_path / "cache"))
     with pytest.raises(RuntimeError, match=rf"(?s)^{compiler} {sentence}"):
         compile(add_one, [torch.ones(3)])
-    left = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    assert [path.name for path in left if path.name != "native.so"] in ([], ["SHA256SUMS"]), left
+    left = [path.name for path in (tmp_path / "cache").glob("*/*")]
+    assert all(len(name) == 64 for name in left)  # keys: whole entries, and nothing of a build
+    assert list((tmp_path / "cache").glob("executables/*")) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ['it\'s "odd"\n100% $HOME é', "clang"])
-def test_a_cache_and_a_compiler_of_any_name(tmp_path, monkeypatch, name):
+def test_a_cache_and_a_compiler_of_any_name(tmp_path, monkeypatch):
+    name = 'it\'s "odd"\n100% $HOME clang é'
     command = toolchain.cxx_compiler()
     launcher = tmp_path / "launcher"
     launcher.write_text('#!/bin/sh\nexec "$@"\n')

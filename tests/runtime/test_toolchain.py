@@ -1,25 +1,14 @@
-"""Compilers, found once and bounded, and our C library."""
+"""Compilers, found once and bounded."""
 
-import contextlib
-import ctypes
-import functools
 import os
 import select
 import shlex
-import shutil
 import subprocess
 import threading
 
 import pytest
-import torch
 
-import neuron_streams as ns
-from neuron_streams._runtime import cache, process, toolchain
-from neuron_streams._runtime.cache import CacheError
-from neuron_streams.doctor import examine
-from tests.runtime.other_users import ALICE, in_child, mounted, needs_root, open_folder, remount
-
-needs_c = pytest.mark.skipif(toolchain.c_compiler() is None, reason="there is no C compiler here")
+from neuron_streams._runtime import toolchain
 
 
 @pytest.fixture
@@ -37,13 +26,6 @@ def script(path, text="exit 0"):
     path.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{text}\n")
     path.chmod(0o755)
     return path
-
-
-@pytest.fixture
-def fresh(monkeypatch, tmp_path):
-    """No C library as yet, and an empty cache."""
-    monkeypatch.setenv("NEURON_STREAMS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(toolchain, "_native", functools.cache(toolchain._native.__wrapped__))
 
 
 # Which
@@ -208,84 +190,3 @@ def test_an_interrupt_ends_the_compiler(tools, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         toolchain.run([str(path)])
     assert ended(children[0])
-
-
-# Our C library
-
-
-@needs_c
-def test_it_is_built_once(fresh, monkeypatch):
-    first = toolchain._native.__wrapped__(toolchain.c_compiler())
-    monkeypatch.setattr(toolchain, "run", lambda *_: pytest.fail("built again"))
-    assert isinstance(first, ctypes.CDLL)
-    assert toolchain._native.__wrapped__(toolchain.c_compiler())._name == first._name
-    assert toolchain.why_no_native() is None
-
-
-@needs_c
-@pytest.mark.parametrize(
-    "junk", [b"", b"junk", b"\x7fELF\x02\x01\x01" + bytes(57)], ids=["empty", "junk", "another"]
-)
-def test_one_that_does_not_load_is_built_again(fresh, junk):
-    path = in_child(lambda: toolchain.native()._name)
-    key = os.path.basename(os.path.dirname(path))
-    shutil.rmtree(os.path.dirname(path))
-    cache.keep("worker", key, "native.so", lambda target: target.write_bytes(junk))
-    assert os.path.getsize(path) == len(junk)
-    assert toolchain.native()._name == path
-    assert os.path.getsize(path) > 1000
-
-
-def spoil_noexec(folder, stack):
-    stack.enter_context(mounted(folder, "mode=755,noexec"))
-
-
-def spoil_read_only(folder, stack):
-    stack.enter_context(mounted(folder, "mode=755,size=1m"))
-    remount(folder, "ro")
-
-
-def spoil_full(folder, stack):
-    stack.enter_context(mounted(folder, "mode=755,size=32k"))
-    (folder / "big").write_bytes(bytes(20_000))
-
-
-def spoil_foreign(folder, stack):
-    folder.mkdir()
-    os.chown(folder, ALICE, ALICE)
-
-
-@needs_root
-@pytest.mark.parametrize(
-    ("spoil", "sentence"),
-    [
-        (spoil_noexec, "is on a file system mounted noexec"),
-        (spoil_read_only, r"cannot be (made|written) \(Read-only file system\)"),
-        (spoil_full, "is on a full disk"),
-        (spoil_foreign, "belongs to another user"),
-    ],
-)
-def test_without_a_cache_streams_work_and_compile_says_why(fresh, monkeypatch, spoil, sentence):
-    with open_folder() as parent, contextlib.ExitStack() as stack:
-        folder = parent / "cache"
-        spoil(folder, stack)
-        monkeypatch.setenv("NEURON_STREAMS_CACHE", str(folder))
-        with ns.stream(ns.Stream()):
-            there = torch.tensor([1.0, 2.0]).to("neuron", non_blocking=True)
-        assert there.cpu().tolist() == [1, 2]
-        assert process.runtime().worker == "python"
-        if toolchain.cxx_compiler() is not None:
-            with pytest.raises(CacheError, match=sentence):
-                ns.compile(lambda x: x * 1.5 + 7, [torch.ones(3)])
-        report = examine()
-        assert report.worker.startswith("python: ")
-        assert any("NEURON_STREAMS_CACHE" in line for line in report.advice)
-
-
-@needs_c
-def test_a_c_compiler_that_fails_leaves_python(fresh, tmp_path, monkeypatch, caplog):
-    broken = script(tmp_path / "cc", "echo out of order >&2; exit 1")
-    monkeypatch.setenv("CC", str(broken))
-    assert toolchain.native() is None
-    assert toolchain.why_no_native().endswith("cc failed (1): out of order")
-    assert len(caplog.messages) == 1
