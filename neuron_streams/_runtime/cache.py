@@ -220,6 +220,7 @@ def keep(
                     return found
                 _discard(folder, workshop)
     if fault := _fault(folder, filename, check):
+        shutil.rmtree(folder, ignore_errors=True)
         raise RuntimeError(f"{folder / filename} was built and cannot be used: {fault}")
     return folder / filename
 

@@ -94,6 +94,7 @@ def test_an_entry_of_no_use_is_built_again():
     assert cache.keep("things", "key", "a.txt", writes("good"), check).read_text() == "good"
     with pytest.raises(RuntimeError, match=r"other/a.txt was built and cannot be used: wrong ELF"):
         cache.keep("things", "other", "a.txt", writes("junk"), check)
+    assert entries(path.parents[2]) == ["key"]
     assert path.read_text() == "good"
 
 
