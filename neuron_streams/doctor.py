@@ -68,7 +68,7 @@ def examine() -> Report:
     """Look at this machine. Starts the runtime. Host: waits for it and for a look at the disk."""
     native = has_native_streams()
     cxx, cc = _shown(toolchain.cxx_compiler()), _shown(toolchain.c_compiler())
-    folder = cache.cache_folder()
+    folder = cache.location()
     init()
     runtime = process.runtime()
     return Report(
@@ -149,8 +149,8 @@ def _advice(native: bool, cxx: str | None, cc: str | None) -> list[str]:
     if Path("/dev/neuron0").exists():
         advice.append("There is a Neuron device, which this version does not drive yet")
     try:
-        with cache.scratch():
-            pass
+        with cache.scratch() as folder:
+            (folder / "probe").write_bytes(bytes(1 << 20))
     except cache.CacheError as error:
         advice.append(str(error))
     if torch.get_num_threads() > 1 and "OMP_NUM_THREADS" not in os.environ:

@@ -7,6 +7,7 @@ its flags. Its sources are the native worker here (worker/*.c, native.c) and the
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
 import functools
@@ -15,8 +16,10 @@ import importlib.machinery
 import importlib.util
 import logging
 import os
+import shutil
 import sys
 import sysconfig
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -54,15 +57,20 @@ _loaded: Any = None
 def load() -> Any:
     """The extension module, compiled at first use. Host: waits for the compiler, some 15 seconds.
 
+    Where the cache cannot be used it is compiled for this process alone, each time.
+
     Raises:
         NoExtensionError: there is no C++ compiler, or it fails; the message says what to do.
-        CacheError: what is in the cache cannot be trusted, or cannot be written.
     """
     global _loaded
     if _loaded is None:
         with _loading:
             if _loaded is None:
-                _loaded = _imported(build())
+                try:
+                    path = build()
+                except cache.CacheError as error:
+                    path = _build_for_this_process(error)
+                _loaded = _imported(path)
     return _loaded
 
 
@@ -83,10 +91,41 @@ def build() -> Path:
         )
     try:
         return cache.keep(
-            "extension", key, name, functools.partial(_compile, compiler), toolchain.loads
+            "extension", key, name, functools.partial(_compile_kept, compiler), toolchain.loads
         )
     except RuntimeError as error:
         raise NoExtensionError(f"The extension of neuron_streams does not compile. {error}") from error
+
+
+def _build_for_this_process(reason: cache.CacheError) -> Path:
+    """Compile the extension outside of the cache, in a folder that no other user may write."""
+    compiler = toolchain.cxx_compiler()
+    if compiler is None:
+        raise NoExtensionError(f"{reason} There is no C++ compiler either.") from reason
+    log.warning("neuron_streams is compiled for this process alone: %s", reason)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f"{_NAME}-", dir=_executable_folder()))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        target = folder / f"{_NAME}.so"
+        _compile(compiler, folder, target)
+    except (OSError, RuntimeError) as error:
+        raise NoExtensionError(f"{reason} Nor can it be compiled without: {error}") from error
+    return target
+
+
+def _executable_folder() -> str | None:
+    """A folder for temporary files whose file system runs code; None for the default one."""
+    for folder in (tempfile.gettempdir(), "/var/tmp", "/dev/shm"):
+        with contextlib.suppress(OSError):
+            cache.refuse_noexec(Path(folder))
+            if os.access(folder, os.W_OK | os.X_OK):
+                return folder
+    return None
+
+
+def _compile_kept(compiler: tuple[str, ...], target: Path) -> None:
+    with cache.scratch() as folder:
+        _compile(compiler, folder, target)
 
 
 def _key(compiler: tuple[str, ...] | None) -> str:
@@ -111,8 +150,8 @@ def _includes() -> list[str]:
     return [f"-I{folder}" for folder in folders]
 
 
-def _compile(compiler: tuple[str, ...], target: Path) -> None:
-    with cache.scratch() as folder, _progress("compiling neuron_streams, once"):
+def _compile(compiler: tuple[str, ...], folder: Path, target: Path) -> None:
+    with _progress("compiling neuron_streams, once"):
         jobs: list[tuple[list[str], Path]] = []
         for number, group in enumerate(_GROUPS):
             whole = folder / f"group{number}.cpp"
