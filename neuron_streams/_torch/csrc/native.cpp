@@ -170,8 +170,11 @@ std::optional<double> NativePort::completed_at(Ticket ticket) {
 
 void NativePort::wait_for_room(int64_t id) {
   refuse_wait_on_worker();
-  WithoutGil free;
-  ns_wait_for_room(runtime_, id, kSlice);
+  {
+    WithoutGil free;
+    ns_wait_for_room(runtime_, id, kSlice);
+  }
+  check_signals();
 }
 
 void NativePort::complete(Ticket ticket, std::exception_ptr error) {
