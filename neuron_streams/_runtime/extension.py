@@ -26,7 +26,7 @@ import torch
 
 from neuron_streams._runtime import cache, toolchain
 
-__all__ = ["NoExtensionError", "build", "load"]
+__all__ = ["NoExtensionError", "begin_exit", "build", "load"]
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +64,12 @@ def load() -> Any:
             if _loaded is None:
                 _loaded = _imported(build())
     return _loaded
+
+
+def begin_exit() -> None:
+    """Have daemon threads that come back from a wait sleep on: the process ends."""
+    if _loaded is not None:
+        _loaded.begin_exit([x.ident for x in threading.enumerate() if x.daemon])
 
 
 def build() -> Path:

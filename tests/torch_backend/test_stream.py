@@ -26,7 +26,7 @@ def fail(stream, error):
     """Submit an executable that fails; returns its output."""
     step = core().Loaded("step", [], [(torch.float32, (2,), (1,))], [], 0, Fails(error))
     with neuron_streams.stream(stream):
-        (output,) = step([])
+        (output,) = step.call([])
     return output
 
 
@@ -105,7 +105,9 @@ def test_a_failure_outlives_its_stream(runtime):
     runtime.run()
     with pytest.raises(KeyError, match="orphan"):
         neuron_streams.synchronize()
-    neuron_streams.Stream()
+    neuron_streams.Stream()  # lets go of streams without an object
+    assert lane in runtime.lanes(0), "a lane with failures is kept until they are asked for again"
+    neuron_streams.synchronize()
     assert lane not in runtime.lanes(0)
 
 

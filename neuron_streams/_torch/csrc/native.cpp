@@ -87,6 +87,7 @@ int64_t NativePort::open_lane(int device, int64_t priority, bool host) {
 }
 
 void NativePort::throw_closed() const {
+  stop_if_ending();
   TORCH_CHECK(
       false, "the emulated runtime of neuron_streams is closed, so it takes no more commands; "
       "streams of a closed runtime cannot be used again");
