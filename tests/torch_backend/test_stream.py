@@ -125,7 +125,7 @@ def test_reading_raises_the_first_cause_every_time_with_its_traceback(runtime, s
 
 def test_the_place_of_submission_is_said_when_the_environment_asks(monkeypatch):
     monkeypatch.setenv("NEURON_STREAMS_TRACE_SUBMISSIONS", "1")
-    with use_runtime(ManualRuntime(1)) as runtime:
+    with use_runtime(ManualRuntime(1)):
         stream = neuron_streams.Stream()
         fail(stream, KeyError("where"))
         with pytest.raises(KeyError) as caught:
@@ -146,7 +146,7 @@ def test_what_failed_is_said_without_it(runtime, stream):
 
 def test_a_blocking_launch_raises_at_the_launch(monkeypatch):
     monkeypatch.setenv("NEURON_LAUNCH_BLOCKING", "1")
-    with use_runtime(ManualRuntime(1)) as runtime:
+    with use_runtime(ManualRuntime(1)):
         stream = neuron_streams.Stream()
         with pytest.raises(KeyError, match="here"):
             fail(stream, KeyError("here"))
