@@ -251,7 +251,6 @@ def raise_first(failures: Iterable[Failure]) -> None:
     """Raise the first cause with its first traceback, and name the others."""
     found = list(failures)
     if found:
-        process.linger()
         first, *others = found
         _note(first.error, _where(first))
         for number, other in enumerate(others):

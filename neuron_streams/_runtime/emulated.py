@@ -75,6 +75,7 @@ _registered = False
 
 
 def _close_living() -> None:
+    extension.begin_exit()
     for runtime in list(_living):
         runtime.close(EXIT_SECONDS)
     if _living:

@@ -29,7 +29,7 @@ import torch
 
 from neuron_streams._runtime import cache, toolchain
 
-__all__ = ["NoExtensionError", "build", "load"]
+__all__ = ["NoExtensionError", "begin_exit", "build", "load"]
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,12 @@ def load() -> Any:
                     path = _build_for_this_process(error)
                 _loaded = _imported(path)
     return _loaded
+
+
+def begin_exit() -> None:
+    """Have daemon threads that come back from a wait sleep on: the process ends."""
+    if _loaded is not None:
+        _loaded.begin_exit([x.ident for x in threading.enumerate() if x.daemon])
 
 
 def build() -> Path:

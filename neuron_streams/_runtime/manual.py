@@ -199,7 +199,9 @@ class ManualRuntime(Runtime):
         while True:
             with self._lock:
                 self._check_open()
-                found = self._lanes[lane]
+                found = self._lanes.get(lane)
+                if found is None:
+                    raise RuntimeError(f"submit: there is no lane {lane}")
                 entry = _Entry(found, found.submitted + 1, command)
                 if not (entry.counts and self._devices[found.device].full):
                     return self._append(entry, after)

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 
+from neuron_streams._runtime import extension
 from neuron_streams._runtime.emulated import EXIT_SECONDS, EmulatedRuntime
 from neuron_streams._runtime.manual import ManualRuntime
 from neuron_streams._runtime.port import Runtime
@@ -21,7 +22,6 @@ __all__ = [
     "create",
     "in_bad_fork",
     "is_started",
-    "linger",
     "replace",
     "runtime",
     "start",
@@ -40,7 +40,6 @@ _lock = threading.Lock()
 _runtime: Runtime | None = None
 _forked = False
 _hooked = False
-_exiting = False
 
 
 def chosen() -> str:
@@ -141,15 +140,8 @@ def _hook() -> None:
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def linger() -> None:
-    """Keep a daemon thread that the exit overtook from complaining: it ends with the process."""
-    if _exiting and threading.current_thread().daemon:
-        threading.Event().wait()
-
-
 def _close() -> None:
-    global _exiting
-    _exiting = True
+    extension.begin_exit()
     if _runtime is not None and not _forked:
         _runtime.close(EXIT_SECONDS)
 

@@ -16,10 +16,9 @@ RUNTIMES = {
 
 @pytest.fixture(params=[*RUNTIMES])
 def runtime(request):
-    """A bare runtime, for the tests of the port."""
-    made = RUNTIMES[request.param](devices=2)
-    yield made
-    made.close(5.0)
+    """A runtime, for the tests of the port."""
+    with use_runtime(RUNTIMES[request.param](devices=2)) as made:
+        yield made
 
 
 @pytest.fixture(

@@ -57,7 +57,7 @@ class Ref {
 
 class WithGil {
  public:
-  WithGil() : state_(PyGILState_Ensure()) {}
+  WithGil();
   ~WithGil() { PyGILState_Release(state_); }
   WithGil(const WithGil&) = delete;
 
@@ -423,10 +423,10 @@ void add_type(
 }
 
 // Calls a function of Python.
+Ref call_with(PyObject* function, const Ref& arguments, PyObject* keywords = nullptr);
 template <class... A>
 Ref call(PyObject* function, const A&... arguments) {
-  const Ref packed(tuple(arguments...));
-  return Ref(PyObject_CallObject(function, packed.get()));
+  return call_with(function, Ref(tuple(arguments...)));
 }
 template <class... A>
 Ref call_method(PyObject* object, const char* name, const A&... arguments) {

@@ -252,8 +252,10 @@ class Held {
 };
 // Says in the log, once for each name, that an operator runs on the host.
 void say_on_host(const char* name);
-// Lets go of a reference on a thread that may not take the GIL; a later call of Python's does it.
+// Lets go of a reference on a thread that may not take the GIL; Python's main thread does it later.
 void forget(PyObject*);
+// Does not return on a daemon thread once the process ends; see python.cpp.
+void stop_if_ending();
 // Lets Python's signal handlers run, on its main thread, and throws what they raise.
 void check_signals();
 

@@ -20,7 +20,7 @@ int64_t ForeignPort::open_lane(int device, int64_t priority, bool host) {
   const Ref arguments(bind::tuple(device, priority));
   const Ref function(PyObject_GetAttrString(runtime_, "open_lane"));
   return From<int64_t>::load(
-      Ref(PyObject_Call(function.get(), arguments.get(), keywords.get())).get());
+      bind::call_with(function.get(), arguments, keywords.get()).get());
 }
 
 void ForeignPort::close_lane(int64_t lane) {

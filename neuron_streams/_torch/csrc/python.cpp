@@ -9,6 +9,10 @@
 
 #include <cmath>
 #include <sstream>
+#include <unordered_set>
+
+#include <cxxabi.h>
+#include <unistd.h>
 
 namespace neuron {
 
@@ -77,8 +81,16 @@ bool python_is_there() { return Py_IsInitialized() && !_Py_IsFinalizing(); }
 
 void forget(PyObject* object) {
   if (object == nullptr || in_child) return;
-  std::lock_guard lock(forgotten().mutex);
+  std::unique_lock lock(forgotten().mutex);
+  const bool first = forgotten().objects.empty();
   forgotten().objects.push_back(object);
+  lock.unlock();
+  if (!first || !python_is_there()) return;
+  auto later = [](void*) {
+    tidy();
+    return 0;
+  };
+  Py_AddPendingCall(later, nullptr);
 }
 
 void check_fork() { TORCH_CHECK(!in_child, callbacks().forked); }
@@ -225,11 +237,69 @@ std::vector<at::Tensor> run_in_python(PyObject* handle, const std::vector<at::Te
 
 // -- the GIL ------------------------------------------------------------------------------------
 
+// Python ends a thread that asks for the GIL after the end of the interpreter by pthread_exit, which
+// unwinds the stack: frames of C++ would let go of objects without the GIL, or abort. Such a thread
+// sleeps instead until the process is gone, as it does from Python 3.14 on. A daemon thread does so
+// already when the exit begins: the runtime is closed then, and what a wait raises is for no one.
+namespace {
+
+struct Ending {
+  std::atomic<bool> began{false};
+  std::unordered_set<unsigned long> daemons; // written before `began`
+};
+Ending& ending() {
+  static auto* made = new Ending;
+  return *made;
+}
+
+[[noreturn]] void sleep_for_ever() {
+  for (;;) pause();
+}
+
+template <class F>
+auto without_unwinding(const F& f) {
+#ifdef __GLIBCXX__
+  try {
+    return f();
+  } catch (abi::__forced_unwind&) {
+    sleep_for_ever();
+  }
+#else
+  return f();
+#endif
+}
+
+void begin_exit(const std::vector<int64_t>& daemons) {
+  if (ending().began) return;
+  for (const int64_t ident : daemons) ending().daemons.insert(static_cast<unsigned long>(ident));
+  ending().began = true;
+}
+
+} // namespace
+
+void stop_if_ending() {
+  if (!ending().began || !ending().daemons.count(PyThread_get_thread_ident())) return;
+  if (PyGILState_Check()) PyEval_SaveThread();
+  sleep_for_ever();
+}
+
 WithoutGil::WithoutGil() {
   if (PyGILState_Check()) state_ = PyEval_SaveThread();
 }
 WithoutGil::~WithoutGil() {
-  if (state_) PyEval_RestoreThread(static_cast<PyThreadState*>(state_));
+  if (!state_) return;
+  stop_if_ending();
+  without_unwinding([&] { PyEval_RestoreThread(static_cast<PyThreadState*>(state_)); });
+}
+
+bind::WithGil::WithGil() {
+  stop_if_ending();
+  state_ = without_unwinding([] { return PyGILState_Ensure(); });
+}
+
+Ref bind::call_with(PyObject* function, const Ref& arguments, PyObject* keywords) {
+  return Ref(without_unwinding(
+      [&] { return PyObject_Call(function, arguments.get(), keywords); }));
 }
 
 Held::Held(std::recursive_mutex& mutex) : mutex_(mutex) {
@@ -471,7 +541,6 @@ PyObject* submit(
   while ((value = port->submit(lane, command, tickets)) == kFull) {
     if (!wait.value_or(true)) return Py_NewRef(Py_None);
     port->wait_for_room(lane);
-    check_signals();
   }
   return to_python(Ticket{lane, value});
 }
@@ -647,6 +716,7 @@ PyMethodDef functions[] = {
     function<set_callbacks>("bind"),
     function<[](std::optional<PortPtr> port) { set_port(port.value_or(PortPtr())); }>("set_port"),
     function<[] { in_child = true; }>("after_fork_in_child"),
+    function<begin_exit>("begin_exit"),
     function<tidy>("tidy"),
     function<start_autograd_threads>("start_autograd_threads"),
     function<[](PyObject* error, Ticket ticket, std::string what) {
