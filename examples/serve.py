@@ -14,17 +14,18 @@ import argparse
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from examples.serving.app import make_app
 from examples.serving.door import Door
 from examples.serving.server import make_server
+from examples.serving.tokens import Tokenizer
 from models.loader import folder_of, load
 from models.smollm2 import smollm2
-from models.tokenizer import Tokenizer
+from models.tokenizer import Tokenizer as ModelTokenizer
 from neuron_streams.decode import DecodeEngine, DecodeLoop
 
-BUCKETS = (64, 256, 1024, 4096)
+BUCKETS = (64, 256)  # of prompts; longer ones are taken in chunks
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -41,20 +42,24 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def serve(options: argparse.Namespace) -> None:
+def load_loop(options: argparse.Namespace) -> tuple[DecodeLoop, Tokenizer, str]:
+    """The loop to serve, its tokenizer, and the name of its model."""
     folder = folder_of(options.model) if options.model else smollm2()
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = ModelTokenizer.load(folder)
     model = load(
         folder,
         max_length=options.max_length,
         num_slots=options.batch + 1,
         batch_buckets=(options.batch,),
-        prompt_buckets={min(size, options.max_length) for size in BUCKETS},
+        prompt_buckets=BUCKETS,
     )
     model.warm_up(sampled=True, gather=True, progress=sys.stderr.isatty())
-    loop = DecodeLoop(model, policy="gather", tokenizer=tokenizer)
+    return DecodeLoop(model, policy="gather", tokenizer=tokenizer), tokenizer, folder.name
+
+
+def serve(loop: DecodeLoop, tokenizer: Tokenizer, name: str, options: argparse.Namespace) -> None:
     with DecodeEngine(loop) as engine:
-        door = Door(engine, tokenizer, folder.name, options.max_sequences)
+        door = Door(engine, tokenizer, name, options.max_sequences)
         server = make_server(
             make_app(door),
             door,
@@ -65,13 +70,16 @@ def serve(options: argparse.Namespace) -> None:
         server.run()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    load_loop: Callable[[argparse.Namespace], tuple[DecodeLoop, Tokenizer, str]] = load_loop,
+) -> int:
     options = arguments(argv)
     logging.basicConfig(level=logging.WARNING)
     # uvicorn raises its signals again once it has ended: that is a good end, and this cleans up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        serve(options)
+        serve(*load_loop(options), options)
     except (OSError, RuntimeError, ValueError) as error:
         print(f"serve: {error}", file=sys.stderr)
         return 1

@@ -38,7 +38,10 @@ def make_app(door: Door) -> Starlette:
         return _json(to_json(model))
 
     async def health(request: Request) -> Response:
-        door.engine.abort("")  # no request's id: raises what has ended the engine, if anything has
+        try:
+            door.engine.abort("")  # nobody's id: raises what has ended the engine, if anything has
+        except Exception as error:
+            raise ApiError(503, str(error)) from error
         return Response()
 
     async def metrics(request: Request) -> Response:
@@ -55,7 +58,7 @@ def make_app(door: Door) -> Starlette:
             Route("/health", health),
             Route("/metrics", metrics),
         ],
-        exception_handlers={HTTPException: _refuse, ApiError: _refuse, Exception: _refuse},
+        exception_handlers={HTTPException: _refuse, ApiError: _refuse},
     )
 
 

@@ -3,7 +3,7 @@
 The fields are OpenAI's, and vLLM's for what the loop has too. A field that is unknown, or asks for
 what is not there, is refused: ignored, it would give another answer than the one that was asked
 for. Values are checked for their types alone; their ranges are the loop's to refuse, in its own
-words.
+words. Each check ends at the first fault: a body has room for a million.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from examples.serving.errors import ApiError
@@ -44,13 +52,21 @@ _WITHOUT_EFFECT = frozenset(
 
 
 class _Strict(BaseModel):
-    # Strict: "5" is no number, and neither is true.
-    model_config = ConfigDict(strict=True, extra="forbid")
+    # "5" is no number, and neither is true.
+    model_config = ConfigDict(strict=True)
 
 
 class StreamOptions(_Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, given: Any) -> Any:
+        for name in given if isinstance(given, dict) else ():
+            if name not in cls.model_fields:
+                raise ValueError(_unsupported(name))
+        return given
 
 
 class Form(_Strict):
@@ -96,7 +112,7 @@ class Form(_Strict):
         for key, value in bias.items():
             if not (key.isascii() and key.isdecimal() and len(key) < 20):
                 raise ValueError(f"{key[:20]!r} is no token id")
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if type(value) not in (int, float) or abs(value) >= 2**1023:  # beyond any float
                 raise ValueError(f"the bias of token {key} must be a number")
         return {int(key): float(value) for key, value in bias.items()}
 
@@ -185,19 +201,20 @@ def read_form(kind: type[_F], body: bytes) -> _F:
         raise ApiError(400, f"The body is not JSON: {error}.") from error
     if not isinstance(data, dict):
         raise ApiError(400, "The body must be a JSON object.")
-    # Ahead of pydantic, which would report every one of a million.
     given = {name: value for name, value in data.items() if _asks(name, value)}
     for name in given:
         if name not in kind.model_fields:
-            raise ApiError(
-                400, f"{name[:60]} is not supported by this server; leave it out.", param=name[:60]
-            )
+            raise ApiError(400, _unsupported(name), param=name[:60])
     try:
         form = kind.model_validate(given)
     except ValidationError as error:
         raise _refusal(error) from error
     form.check()
     return form
+
+
+def _unsupported(name: str) -> str:
+    return f"{name[:60]} is not supported by this server; leave it out."
 
 
 def _asks(name: str, value: Any) -> bool:
@@ -209,5 +226,5 @@ def _asks(name: str, value: Any) -> bool:
 def _refusal(error: ValidationError) -> ApiError:
     first: Mapping[str, Any] = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))
-    said = str(first["msg"]).removeprefix("Value error, ")
+    said = str(first["msg"]).removeprefix("Value error, ").removesuffix(".")
     return ApiError(400, f"{place}: {said}.", param=str(first["loc"][0]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import struct
 from types import FrameType
 from typing import Any
 
@@ -61,7 +62,7 @@ class Connection(H11Protocol):
         self._stop_timer()
 
     def _start_timer(self) -> None:
-        self._stalled = self.loop.call_later(STALL_SECONDS, self.transport.abort)
+        self._stalled = self.loop.call_later(STALL_SECONDS, cut_off, self.transport)
 
     def _stop_timer(self) -> None:
         if self._stalled is not None:
@@ -100,11 +101,20 @@ class Server(uvicorn.Server):
 
     def _abort(self) -> None:
         self._door.close()
+        logger.warning("aborting %d sequences", self._door.num_sequences)
         asyncio.get_running_loop().call_later(GOODBYE_SECONDS, self._cut_off)
 
     def _cut_off(self) -> None:
         for connection in list(self.server_state.connections):
-            connection.transport.abort()
+            cut_off(connection.transport)
+
+
+def cut_off(transport: asyncio.Transport) -> None:
+    """End a connection, and what the kernel holds of it for a client that does not take it."""
+    reset = struct.pack("ii", 1, 0)  # linger for no second
+    connection: socket.socket = transport.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+    transport.abort()
 
 
 def make_server(

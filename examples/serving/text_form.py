@@ -25,13 +25,14 @@ class TextForm(Form):
 
     id_prefix = "cmpl"
 
-    @field_validator("prompt")
+    @field_validator("prompt", mode="before")
     @classmethod
-    def _check_prompt(cls, prompt: str | list[Any]) -> str | list[Any]:
-        alike = isinstance(prompt, str) or any(
-            all(map(kind, prompt)) for kind in (_is_text, _is_token, _is_tokens)
-        )
-        if not alike:
+    def _check_prompt(cls, prompt: Any) -> Any:
+        kinds = set(map(type, prompt)) if isinstance(prompt, list) else {type(prompt)}
+        if kinds == {list}:
+            inside = {type(token) for tokens in prompt for token in tokens}
+            kinds = {int} if inside <= {int} else {list}
+        if not isinstance(prompt, str | list) or kinds not in (set(), {str}, {int}):
             raise ValueError(
                 "it must be a string, a list of strings, a list of token ids, or a list of such"
                 " lists"
@@ -40,7 +41,7 @@ class TextForm(Form):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        whole = isinstance(self.prompt, str) or not self.prompt or _is_token(self.prompt[0])
+        whole = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
         return [self.prompt] if whole else self.prompt
 
     @property
@@ -92,15 +93,3 @@ class TextForm(Form):
             prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
             for prompt in self.prompts
         ]
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_token, value))
