@@ -15,6 +15,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from examples.serving.app import make_app
 from examples.serving.door import Door
@@ -23,9 +24,12 @@ from examples.serving.tokens import Tokenizer
 from models.loader import folder_of, load
 from models.smollm2 import smollm2
 from models.tokenizer import Tokenizer as ModelTokenizer
-from neuron_streams.decode import DecodeEngine, DecodeLoop
+from neuron_streams.decode import DecodeEngine, DecodeLoop, SamplingParams
 
 BUCKETS = (64, 256)  # of prompts; longer ones are taken in chunks
+
+
+_KINDS: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0}, {"logprobs": 0})
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -38,6 +42,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-length", type=int, default=1024, help="tokens, prompt and answer")
     parser.add_argument("--batch", type=int, default=8, help="sequences that run at a time")
     parser.add_argument("--max-sequences", type=int, default=256, help="running and waiting")
+    parser.add_argument(
+        "--lazy", action="store_true", help="compile at first use, not at the start"
+    )
     parser.add_argument("--drain-seconds", type=float, default=30.0, help="after SIGTERM")
     return parser.parse_args(argv)
 
@@ -53,12 +60,13 @@ def load_loop(options: argparse.Namespace) -> tuple[DecodeLoop, Tokenizer, str]:
         batch_buckets=(options.batch,),
         prompt_buckets=BUCKETS,
     )
-    model.warm_up(sampled=True, gather=True, progress=sys.stderr.isatty())
     return DecodeLoop(model, policy="gather", tokenizer=tokenizer), tokenizer, folder.name
 
 
 def serve(loop: DecodeLoop, tokenizer: Tokenizer, name: str, options: argparse.Namespace) -> None:
     with DecodeEngine(loop) as engine:
+        if not options.lazy:
+            warm_up(engine, options.max_length)
         door = Door(engine, tokenizer, name, options.max_sequences)
         server = make_server(
             make_app(door),
@@ -68,6 +76,15 @@ def serve(loop: DecodeLoop, tokenizer: Tokenizer, name: str, options: argparse.N
             drain_seconds=options.drain_seconds,
         )
         server.run()
+
+
+def warm_up(engine: DecodeEngine, max_length: int) -> None:
+    """Have requests compile all that requests need, while nobody waits behind them."""
+    for length in (1, BUCKETS[-1], BUCKETS[-1] + 1, 2 * BUCKETS[-1]):
+        for options in _KINDS:
+            if length + 2 <= max_length:
+                params = SamplingParams(max_tokens=2, ignore_eos=True, **options)
+                engine.add_request("warm-up", [0] * length, params).result()
 
 
 def main(

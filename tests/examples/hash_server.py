@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import deque
 
 from examples.serve import main
 from neuron_streams.decode import DecodeLoop
@@ -19,6 +20,7 @@ def load_loop(options: argparse.Namespace) -> tuple[DecodeLoop, ChatTokenizer, s
     loop, model, _ = make_loop(
         tokenizer=tokenizer, sizes=SIZES, policy="gather", output_thread=True
     )
+    model.calls = deque(maxlen=100)  # type: ignore[assignment]
     decode = model._decode
 
     def wait_once(ids: list[int], positions: list[int], slots: list[int]) -> list[int]:

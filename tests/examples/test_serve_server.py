@@ -158,9 +158,9 @@ def test_whoever_takes_nothing_of_the_goodbye_is_cut_off(monkeypatch):
 class Process:
     """The command, on a port of its own; its device waits in the middle of the first request."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, module="tests.examples.hash_server"):
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "tests.examples.hash_server", "--port", "0", *arguments],
+            [sys.executable, "-m", module, "--port", "0", "--lazy", *arguments],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -267,3 +267,24 @@ def test_a_model_that_is_not_there_is_one_sentence():
     )
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
     assert done.stderr.startswith("serve: /no/such/model is no folder")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_model_answers_while_another_reader_is_slow():
+    arguments = ("--batch", "3", "--max-length", "512")
+    with Process(*arguments, module="examples.serve") as process, client_of(process.port) as client:
+        asked = {"model": "SmolLM2-135M-Instruct", "temperature": 0}
+        slow = client.chat.completions.create(
+            messages=[{"role": "user", "content": "Write one sentence about the sea."}],
+            max_tokens=24,
+            stream=True,
+            **asked,
+        )
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        answer = client.chat.completions.create(messages=question, max_tokens=24, **asked)
+        assert "Paris" in answer.choices[0].message.content
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in slow)
+        assert "sea" in text
+        process.stop()
+        assert process.code() == 0
