@@ -35,39 +35,55 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._stalled: asyncio.TimerHandle | None = None
+        self._asking: asyncio.TimerHandle | None = None
+        self._taking: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_timer()
+        self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            self._stop_timer()
-        elif self._stalled is None:
-            self._start_timer()
+        if self.conn.their_state is h11.IDLE:
+            self._wait_for_head()
+        else:
+            self._asking = _stopped(self._asking)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stop_timer()
-        self._start_timer()
+        self._wait_for_room(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_timer()
+        self._taking = _stopped(self._taking)
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
-        self._stop_timer()
+        self._asking, self._taking = _stopped(self._asking), _stopped(self._taking)
 
-    def _start_timer(self) -> None:
-        self._stalled = self.loop.call_later(STALL_SECONDS, cut_off, self.transport)
+    def _wait_for_head(self) -> None:
+        if self._asking is None:
+            self._asking = self.loop.call_later(STALL_SECONDS, self._give_up)
 
-    def _stop_timer(self) -> None:
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
+    def _wait_for_room(self, left: int) -> None:
+        self._taking = self.loop.call_later(STALL_SECONDS, self._check_taken, left)
+
+    def _check_taken(self, before: int) -> None:
+        left = self.transport.get_write_buffer_size()
+        if left < before:
+            self._wait_for_room(left)
+        else:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        logger.warning("cut off %s, who stalled for %g s", self.client, STALL_SECONDS)
+        cut_off(self.transport)
+
+
+def _stopped(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
+    if timer is not None:
+        timer.cancel()
+    return None
 
 
 class Server(uvicorn.Server):

@@ -52,7 +52,8 @@ def test_a_full_server_says_when_to_come_back():
 def test_when_to_come_back_is_when_half_will_have_ended():
     door, _ = make_door()
     assert door.metrics.retry_after == 1
-    for seconds, want in [(0.2, 1), (4.1, 1), (4.2, 5), (500, 5), (500, 5), (500, 5), (500, 30)]:
+    seconds_and_answers = [(0.0, 1), (0.2, 1), (4.1, 1), (4.2, 1), (500, 5), (500, 5), (500, 5)]
+    for seconds, want in [*seconds_and_answers, (500, 5), (500, 30)]:
         door.metrics.count_end("stop", RequestMetrics(0.0, seconds, 1, (0.1,)))
         assert door.metrics.retry_after == want
 
@@ -99,8 +100,11 @@ def test_a_slow_reader_pauses_its_own_request_alone():
         door, engine = make_door(max_queued=4)
         app = make_app(door)
         slow = Call(app, PATH, BODY | {"stream": True})
-        slow.takes.clear()
         await admitted(engine, 1)
+        while not slow.body:
+            engine.turn()
+            await asyncio.sleep(0)
+        slow.takes.clear()
         quick = Call(app, PATH, BODY | {"prompt": [2]})
         await admitted(engine, 2)
         async with turning(engine):
@@ -109,8 +113,8 @@ def test_a_slow_reader_pauses_its_own_request_alone():
                 quick.json["choices"][0]["text"]
                 == expected([2], 1, max_tokens=30, ignore_eos=True)[2]
             )
-            assert slow.status is None
-            assert engine.stats.generated_tokens <= 30 + 4 + 2
+            assert not slow.ended
+            assert engine.stats.generated_tokens < 30 + 15
             slow.takes.set()
             await slow.task
         assert text_of(slow) == expected([1], 1, max_tokens=30, ignore_eos=True)[2]
@@ -132,6 +136,7 @@ def test_a_request_that_fails_is_told_so(stream):
         assert call.status == (200 if stream else 500)
         assert (error["type"], error["message"]) == ("server_error", "the device failed in call 4")
         assert b"[DONE]" not in call.body
+        assert b'"finish_reason":"error"' not in call.body
         assert b'request_success_total{finished_reason="error"} 1.0' in door.metrics.text()
         assert b'refused_requests_total{status="500"} 1.0' in door.metrics.text()
         check_rest(engine)
@@ -175,6 +180,25 @@ def test_a_door_that_closes_tells_all_who_wait(stream):
         later = Call(app, PATH, BODY)
         await later.task
         assert later.status == 503
+        check_rest(engine)
+
+    asyncio.run(main())
+
+
+def test_a_door_that_closes_while_a_prompt_is_read(monkeypatch):
+    async def main():
+        door, engine = make_door()
+        encode = door.tokenizer.encode
+
+        def close_and_encode(text):
+            door.close()
+            return encode(text)
+
+        monkeypatch.setattr(door.tokenizer, "encode", close_and_encode)
+        call = Call(make_app(door), PATH, BODY | {"prompt": "ab"})
+        async with turning(engine):
+            await call.task
+        assert (call.status, call.json["error"]["code"]) == (503, "shutting_down")
         check_rest(engine)
 
     asyncio.run(main())

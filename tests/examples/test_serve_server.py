@@ -92,56 +92,91 @@ def test_a_client_that_does_not_read_is_cut_off(monkeypatch):
         assert engine.unfinished_request_ids == ()
 
 
-def test_the_timer_of_a_connection():
-    async def main():
-        door, _ = make_door()
-        config = uvicorn.Config(make_app(door), log_config=None, ws="none")
-        transport = FakeTransport()
-        connection = Connection(config, ServerState(), {}, asyncio.get_running_loop())
+@pytest.fixture
+def connection(monkeypatch):
+    """One whose timers go off as soon as the event loop runs; its transport notes what is done."""
+    monkeypatch.setattr(module, "STALL_SECONDS", 0.0)
+    monkeypatch.setattr(module, "cut_off", lambda transport: transport.done.append("cut off"))
+    loop = asyncio.new_event_loop()
+    door, _ = make_door()
+    config = uvicorn.Config(make_app(door), log_config=None, ws="none")
+    made = Connection(config, ServerState(), {}, loop)
+    made.connection_made(FakeTransport())
+    yield made
+    made.connection_lost(None)
+    loop.close()
 
-        def waits():
-            return connection._stalled is not None
 
-        connection.connection_made(transport)
-        assert waits()
-        connection.data_received(b"GET /health HTTP/1.1\r\n")
-        assert waits()
-        connection.data_received(b"host: x\r\n\r\n")
-        assert not waits()
-        connection.pause_writing()
-        assert waits()
-        connection.resume_writing()
-        assert not waits()
-        while b"200 OK" not in transport.written:
-            await asyncio.sleep(0)
-        connection.data_received(b"GET /hea")
-        assert waits()
-        connection.connection_lost(None)
-        assert not waits()
+def run_timers(connection):
+    for _ in range(3):
+        connection.loop.run_until_complete(asyncio.sleep(0))
+    return connection.transport.done
 
-    asyncio.run(main())
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n"
+
+
+def test_a_head_that_is_whole_ends_the_wait_for_it(connection):
+    connection.data_received(HEAD)
+    connection.data_received(b"\r\n")
+    assert run_timers(connection) == []
+
+
+def test_a_head_in_pieces_is_waited_for_once(connection):
+    connection.data_received(HEAD[:20])
+    connection.data_received(HEAD[20:])
+    assert run_timers(connection) == ["cut off"]
+
+
+def test_a_reader_that_takes_something_has_more_time(connection):
+    connection.data_received(HEAD + b"\r\n")
+    connection.transport.sizes = [9, 8, 7, 7, 6]
+    connection.pause_writing()
+    assert run_timers(connection) == ["cut off"]
+    assert connection.transport.sizes == [6]
+
+
+def test_a_reader_that_takes_it_all_is_left_alone(connection):
+    connection.data_received(HEAD + b"\r\n")
+    connection.transport.sizes = [9]
+    connection.pause_writing()
+    connection.resume_writing()
+    assert run_timers(connection) == []
+
+
+def test_a_reader_that_takes_nothing_gains_nothing_by_sending(connection):
+    connection.data_received(HEAD + b"\r\n")
+    connection.transport.sizes = [9, 9]
+    connection.pause_writing()
+    connection.data_received(b"123456789")
+    assert run_timers(connection) == ["cut off"]
 
 
 class FakeTransport:
-    written = b""
+    def __init__(self):
+        self.done = []
+        self.sizes = []
 
     def get_extra_info(self, name):
         return None
+
+    def get_write_buffer_size(self):
+        return self.sizes.pop(0)
 
     def is_closing(self):
         return False
 
     def write(self, data):
-        self.written += data
+        pass
 
     def close(self):
         pass
 
-    def resume_reading(self):
+    def pause_reading(self):
         pass
 
-    def abort(self):
-        raise AssertionError("there is time")
+    def resume_reading(self):
+        pass
 
 
 def test_whoever_takes_nothing_of_the_goodbye_is_cut_off(monkeypatch):
