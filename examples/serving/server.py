@@ -26,8 +26,9 @@ STALL_SECONDS = 30.0
 GOODBYE_SECONDS = 5.0
 """In which clients can still take what is said to them when their requests are aborted."""
 
-KEEP_ALIVE_SECONDS = 30
-"""Longer than clients keep theirs, so that none is closed under a request."""
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep theirs, so that none is closed under a request. It begins when an answer
+is with the kernel: a slow client may still be reading it then."""
 
 
 class Connection(H11Protocol):
