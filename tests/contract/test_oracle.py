@@ -8,9 +8,8 @@ import time
 import pytest
 import torch
 
-from neuron_streams.context import context
-
 import neuron_streams
+from neuron_streams.context import context
 from neuron_streams.errors import AbsentError, UnsupportedError
 
 

@@ -14,9 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from neuron_streams.context import context
-
 import neuron_streams
+from neuron_streams.context import context
 from neuron_streams.errors import AbsentError
 from tests.contract.test_streams import work
 

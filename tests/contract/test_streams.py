@@ -412,10 +412,7 @@ def test_memory_outlives_its_tensor_while_a_stream_reads_it(streams, device, hol
 
 
 def test_synchronize_lets_the_thread_run_that_it_waits_for(streams, hold):
-    if (
-        streams is not torch.cuda
-        and context().runtime.name == "manual"
-    ):
+    if streams is not torch.cuda and context().runtime.name == "manual":
         pytest.skip("a manual wait finds the deadlock instead")
     s = streams.Stream()
     release, waiting = hold(s), threading.Event()
