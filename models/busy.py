@@ -75,9 +75,13 @@ class BusyModel:
     ) -> None:
         self.device = torch.device("neuron", neuron_streams.current_device())
         self.host_ms = host_ms
-        generator = torch.Generator().manual_seed(0)
-        weight = torch.randn(SIZE, SIZE, generator=generator) / SIZE**0.5
-        ids, table = (torch.zeros(n, dtype=torch.int32) for n in (4, self.num_slots))
+        generator, on_host = torch.Generator("cpu").manual_seed(0), torch.device("cpu")
+        size = (SIZE, SIZE)
+        weight = torch.randn(size, generator=generator, dtype=torch.float32, device=on_host)
+        weight /= SIZE**0.5
+        ids, table = (
+            torch.zeros(n, dtype=torch.int32, device=on_host) for n in (4, self.num_slots)
+        )
         self._examples = (ids, ids, ids, weight, table)
         self._weight, self._last_sampled = weight.to(self.device), table.to(self.device)
         self._compile: Any = neuron_streams.compile if compile is None else compile

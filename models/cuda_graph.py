@@ -258,7 +258,7 @@ def _copy(tensor: Tensor, static: Tensor, stream: torch.cuda.Stream) -> None:
         tensor.record_stream(stream)
         static.copy_(tensor)
         return
-    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     static.copy_(staged.copy_(tensor), non_blocking=True)
 
 

@@ -18,6 +18,10 @@ class Tokenizer:
     Built on `tokenizers` alone: importing transformers takes longer than loading a small model.
     """
 
+    clean_up_tokenization_spaces = False
+    """Whether `decode` may rewrite the end of a text once more tokens follow; the name is that of
+    transformers. `tokenizers` only appends."""
+
     def __init__(self, fast: FastTokenizer, config: Mapping[str, Any] | None = None) -> None:
         self._fast = fast
         self._config = dict(config or {})

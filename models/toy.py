@@ -29,12 +29,15 @@ def weights(
     seed: int = 0, config: LlamaConfig = CONFIG, dtype: torch.dtype = torch.float32
 ) -> Weights:
     """Random weights that a seed decides, scaled so that the tokens do not repeat themselves."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     made = Weights(config, dtype)
     with torch.no_grad():
         for parameter in made.parameters():
             spread = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
-            noise = torch.randn(parameter.shape, generator=generator, device="cpu") * spread
+            noise = (
+                torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+                * spread
+            )
             parameter.copy_(noise if parameter.dim() > 1 else 1.0 + noise)
         made.embedding.mul_(config.hidden_size**0.5)
     return made

@@ -146,8 +146,8 @@ class Executable:
         )
         program = getattr(handle, "address", None) or 0
         made = core().Loaded(self._name, inputs, outputs, self._mutated, program, handle)
-        self._loaded[device] = (found.runtime, made)
-        return made
+        self._loaded[device] = (found.runtime, made.call)
+        return made.call
 
     def _explain(self, tensors: Sequence[object], device: int) -> NoReturn:
         """Raise what is wrong with the arguments of a call that was refused."""

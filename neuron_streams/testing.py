@@ -19,7 +19,7 @@ from neuron_streams._runtime.port import Runtime
 from neuron_streams.context import context, core, replace
 from neuron_streams.stream import as_stream, current_stream
 
-__all__ = ["DeadlockError", "EmulatedRuntime", "Gate", "ManualRuntime", "use_runtime"]
+__all__ = ["DeadlockError", "EmulatedRuntime", "Gate", "ManualRuntime", "is_ready", "use_runtime"]
 
 R = TypeVar("R", bound=Runtime)
 
@@ -68,6 +68,12 @@ class Gate:
     def __del__(self) -> None:
         if hasattr(self, "_lane"):
             self._runtime.close_lane(self._lane)
+
+
+def is_ready(tensor: torch.Tensor) -> bool:
+    """Whether the last command that writes a device tensor has completed. Host: returns at once."""
+    writer = core().buffer_of(tensor).writer
+    return writer is None or context().runtime.completed(writer.lane) >= writer.value
 
 
 @contextmanager

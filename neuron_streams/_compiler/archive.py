@@ -176,11 +176,13 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without the rest of its storage, which torch.save would write too."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+    return torch.empty_strided(
+        tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
+    ).copy_(tensor)
 
 
 def _export(graph: torch.nn.Module, signature: Signature) -> bytes:
-    examples = tuple(torch.zeros(s.shape, dtype=s.dtype) for s in signature.inputs)
+    examples = tuple(torch.zeros(s.shape, dtype=s.dtype, device="cpu") for s in signature.inputs)
     file = io.BytesIO()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch.export warns of its own internals

@@ -231,7 +231,7 @@ def _probe(
 
 
 def _empty(layouts: Sequence[Layout]) -> list[torch.Tensor]:
-    return [torch.empty_strided(o.size, o.stride, dtype=o.dtype) for o in layouts]
+    return [torch.empty_strided(o.size, o.stride, dtype=o.dtype, device="cpu") for o in layouts]
 
 
 def _trace_child(block: Block, original: Callable[..., Any], fake: FakeTensorMode) -> None:

@@ -39,7 +39,7 @@ _GROUPS = (
     ("window", "copy", "shape", "operator", "autocast", "random", "execute"),
     ("buffer", "command", "native", "stream", "guard", "foreign", "python"),
 )
-_CXX = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", f"-DTORCH_EXTENSION_NAME={_NAME}")
+_CXX = ("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden")
 _C = ("-x", "c", "-std=c11", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread")
 
 

@@ -3,6 +3,7 @@
 It runs on `neuron_streams` or, with `streams=torch.cuda`, on a GPU. `DecodeLoop` is the way in;
 the parts are public for those who build a loop of their own.
 
+    coerce.py     what callers pass, as plain Python values
     sampling_params.py  how tokens are chosen, and when to stop
     request.py    what a caller asks for and gets
     admission.py  what is refused before it is queued
@@ -14,6 +15,8 @@ the parts are public for those who build a loop of their own.
     runner.py     one step on the model, and the async flow between steps
     gather.py     the same without ever breaking that flow
     pending.py    what is pending between the steps of a runner
+    launch.py     what fails a step at its launch, and that step alone
+    sampled.py    a step's tokens on the host
     output.py     tokens on their way to the host, and the output thread
     queue.py      launched steps whose tokens have not been handed out
     outbox.py     what no step has given yet, and callbacks that are due
@@ -46,12 +49,12 @@ from neuron_streams.decode.model import Sampled as Sampled
 from neuron_streams.decode.model import SamplerOutput as SamplerOutput
 from neuron_streams.decode.model import SamplingTensors as SamplingTensors
 from neuron_streams.decode.output import AsyncModelRunnerOutput as AsyncModelRunnerOutput
-from neuron_streams.decode.output import ModelRunnerOutput as ModelRunnerOutput
 from neuron_streams.decode.request import Request as Request
 from neuron_streams.decode.request import RequestOutput as RequestOutput
 from neuron_streams.decode.request import RequestStatus as RequestStatus
 from neuron_streams.decode.request_stream import RequestStream as RequestStream
 from neuron_streams.decode.runner import ModelRunner as ModelRunner
+from neuron_streams.decode.sampled import ModelRunnerOutput as ModelRunnerOutput
 from neuron_streams.decode.sampling_params import SamplingParams as SamplingParams
 from neuron_streams.decode.schedule import SchedulerOutput as SchedulerOutput
 from neuron_streams.decode.scheduler import Scheduler as Scheduler

@@ -196,8 +196,9 @@ class InputBatch:
     def _adjustments(self) -> Adjustments:
         states = self.states
         params = [state.params for state in states]
-        logit_bias = torch.zeros(len(states), self.vocab_size, device="cpu")
-        stop_mask = torch.zeros(len(states), self.vocab_size, dtype=torch.bool, device="cpu")
+        size = (len(states), self.vocab_size)
+        logit_bias = torch.zeros(size, dtype=torch.float32, device="cpu")
+        stop_mask = torch.zeros(size, dtype=torch.bool, device="cpu")
         for row, p in enumerate(params):
             bias = p.logit_bias or {}
             logit_bias[row, list(bias)] = _float32(list(bias.values()))

@@ -67,7 +67,7 @@ class DecodeEngine:
         prompt_token_ids: Sequence[int],
         sampling_params: SamplingParams | None = None,
         *,
-        priority: int = 0,
+        priority: float = 0,
         on_output: Callable[[RequestOutput], object] | None = None,
         max_queued: int | None = None,
     ) -> RequestStream:
@@ -91,7 +91,7 @@ class DecodeEngine:
         queue = self._core.add_request(
             request_id,
             prompt_token_ids,
-            sampling_params or SamplingParams(),
+            sampling_params,
             priority,
             on_output,
             self.max_queued if max_queued is None else max_queued,

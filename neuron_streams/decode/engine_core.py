@@ -20,6 +20,7 @@ from queue import SimpleQueue
 
 import torch
 
+from neuron_streams.decode.admission import AdmittedRequest
 from neuron_streams.decode.loop import DecodeLoop
 from neuron_streams.decode.request import RequestOutput
 from neuron_streams.decode.request_stream import OutputQueue
@@ -79,13 +80,16 @@ class EngineCore:
         self,
         request_id: str,
         prompt: Sequence[int],
-        params: SamplingParams,
-        priority: int,
+        params: SamplingParams | None,
+        priority: float,
         on_output: Callback | None,
         max_queued: int,
     ) -> OutputQueue:
         now = time.perf_counter()
-        token_ids = self.loop.scheduler.check_request(request_id, prompt, params, priority)
+        admitted = self.loop.scheduler.check_request(
+            request_id, prompt, params, priority, on_output
+        )
+        request_id = admitted.request_id
         on_room = partial(self._inbox.put, partial(self._look_at, request_id))
         queue = OutputQueue(request_id, max_queued, on_room, on_output is not None)
         with self._lock:
@@ -99,7 +103,7 @@ class EngineCore:
             self._by_id[request_id] = queue
             self._open.add(queue)
             live = _Live(queue, on_output)
-            self._inbox.put(partial(self._add, live, token_ids, params, priority, now))
+            self._inbox.put(partial(self._add, live, admitted, now))
         return queue
 
     def abort(self, queue: OutputQueue) -> bool:
@@ -222,11 +226,9 @@ class EngineCore:
             self._inbox.get()()
         return True
 
-    def _add(
-        self, live: _Live, token_ids: list[int], params: SamplingParams, priority: int, now: float
-    ) -> None:
+    def _add(self, live: _Live, admitted: AdmittedRequest, now: float) -> None:
         queue = live.queue
-        request_id = queue.request_id
+        request_id, token_ids, params, priority = admitted
         if request_id in self._live:  # abandoned, and its own abort comes behind
             self._abort(self._live[request_id].queue)
         give = partial(self._give, live)

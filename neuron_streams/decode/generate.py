@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from neuron_streams.decode import coerce
 from neuron_streams.decode.request import RequestOutput
 from neuron_streams.decode.sampling_params import SamplingParams
 
@@ -21,11 +22,14 @@ def generate(
     request_ids: Sequence[str] | None,
 ) -> Iterator[RequestOutput]:
     """See `DecodeLoop.generate`."""
-    ids = [str(n) for n in range(len(prompts))] if request_ids is None else list(request_ids)
+    prompts = coerce.items("prompts", prompts)
+    ids = [str(n) for n in range(len(prompts))]
+    if request_ids is not None:
+        ids = [coerce.text("request_id", one) for one in coerce.items("request_ids", request_ids)]
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         params: list[SamplingParams | None] = [sampling_params] * len(prompts)
     else:
-        params = list(sampling_params)
+        params = coerce.items("sampling_params", sampling_params)
     if not len(ids) == len(params) == len(prompts):
         raise ValueError(
             f"generate got {len(prompts)} prompts, {len(params)} sampling_params and"

@@ -104,7 +104,7 @@ class DecodeLoop:
         prompt_token_ids: Sequence[int],
         sampling_params: SamplingParams | None = None,
         *,
-        priority: int = 0,
+        priority: float = 0,
         on_output: Callable[[RequestOutput], object] | None = None,
         arrived_at: float | None = None,
     ) -> None:
@@ -179,15 +179,15 @@ class DecodeLoop:
     def step(self) -> list[RequestOutput]:
         """Launch a step if one is due, and give the tokens that have arrived, if any.
 
-        A step that fails on the device ends its own requests with finish reason `"error"` and the
-        cause as `error`; the others go on.
+        A step that fails, at its launch or on the device, ends its own requests with finish reason
+        `"error"` and the cause as `error`; the others go on.
 
         Host: blocks for the oldest step once `depth` are in flight or nothing else can run.
 
         Raises:
-            Exception: The first cause of a failure after which nothing can go on: a launch was
-                refused, the output thread failed, the watchdog gave up. The loop has then ended:
-                every later call raises the same.
+            Exception: The first cause of a failure after which nothing can go on: the stream cannot
+                be entered or waited for, the output thread failed, the watchdog gave up. The loop
+                has then ended: every later call raises the same.
             Exception: What an `on_output` raised; the loop goes on. One for each call.
         """
         self._check_open("step")

@@ -110,7 +110,7 @@ class Model(Protocol):
     A model that honours `Adjustments` has `adjusts_logits = True`; without it the scheduler refuses
     requests that ask for any. One that cannot honour every `SamplingParams` also has
     `check_sampling(params)`, which the scheduler calls at admission and which raises ValueError: a
-    refusal later, in `prefill`, would end the loop for all. `GatherModel` and `ChunkModel` are what
+    refusal later, in `prefill`, fails its whole step. `GatherModel` and `ChunkModel` are what
     a model may offer beyond this.
     """
 

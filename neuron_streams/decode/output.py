@@ -14,20 +14,19 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias, cast
 
-from neuron_streams.decode.logprobs import TokenLogprobs, logprobs_of_rows, split, to_host
+from neuron_streams.decode.logprobs import split, to_host
 from neuron_streams.decode.model import Sampled
 from neuron_streams.decode.request import RequestKey
+from neuron_streams.decode.sampled import ModelRunnerOutput
 from neuron_streams.decode.trace import StepRecord
 
 __all__ = [
     "AsyncModelRunnerOutput",
     "EventLike",
-    "ModelRunnerOutput",
     "OutputHandler",
     "StreamLike",
     "Streams",
@@ -71,49 +70,6 @@ def resolve_streams(streams: Streams | ModuleType | None) -> Streams:
     return cast("Streams", streams)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelRunnerOutput:
-    """The tokens of a step: `sampled_token_ids[i]` are the new ones of `req_ids[i]`.
-
-    `error` is why there are none, where the step failed. `logprobs[i]` are the log-probabilities of
-    each of them, None where `req_ids[i]` wants none; it is None where no row does.
-    """
-
-    req_ids: list[RequestKey]
-    req_id_to_index: dict[RequestKey, int]
-    sampled_token_ids: list[list[int]]
-    error: Exception | None = None
-    logprobs: list[list[TokenLogprobs] | None] | None = None
-
-    @classmethod
-    def from_host(
-        cls,
-        req_ids: list[RequestKey],
-        sampled: Sampled,
-        partial: frozenset[RequestKey] = frozenset(),
-        num_logprobs: Sequence[int | None] = (),
-    ) -> ModelRunnerOutput:
-        """From host tensors of one token a row; rows beyond the requests are padding.
-
-        What was sampled for a `partial` request follows a piece of its prompt: it is no token.
-        `num_logprobs` is what each row wants of the log-probabilities, None for none.
-        """
-        tokens, tensors = split(sampled)
-        sampled_token_ids = [
-            [] if key in partial else [token]
-            for key, token in zip(req_ids, tokens.tolist(), strict=False)
-        ]
-        logprobs = None if tensors is None else logprobs_of_rows(tensors, num_logprobs)
-        index = {key: row for row, key in enumerate(req_ids)}
-        return cls(req_ids, index, sampled_token_ids, logprobs=logprobs)
-
-    @classmethod
-    def of_failure(cls, req_ids: list[RequestKey], error: Exception) -> ModelRunnerOutput:
-        """Of a step that failed, as a whole."""
-        index = {key: row for row, key in enumerate(req_ids)}
-        return cls(req_ids, index, [[] for _ in req_ids], error)
-
-
 class AsyncModelRunnerOutput:
     """The tokens of a step that may still be running.
 
@@ -129,6 +85,7 @@ class AsyncModelRunnerOutput:
         streams: The namespace that both belong to.
         partial: The requests of which this step computes a piece of the prompt and no token.
         num_logprobs: What each row wants of the log-probabilities, None for none.
+        vocab_size: What every token is below.
     """
 
     def __init__(
@@ -140,12 +97,14 @@ class AsyncModelRunnerOutput:
         streams: Streams,
         partial: frozenset[RequestKey] = frozenset(),
         num_logprobs: Sequence[int | None] = (),
+        vocab_size: int | None = None,
     ) -> None:
         self.req_ids = req_ids
         self.error: Exception | None = None
         self.record: StepRecord | None = None
         self._partial = partial
         self._num_logprobs = num_logprobs
+        self._vocab_size = vocab_size
         self._streams = streams
         self._lock = threading.Lock()
         self._output: ModelRunnerOutput | None = None
@@ -195,9 +154,12 @@ class AsyncModelRunnerOutput:
         if error is not None:
             tokens, error = self._read_again(self._device_tokens, error)
         if tokens is not None:
-            self._output = ModelRunnerOutput.from_host(
-                self.req_ids, tokens, self._partial, self._num_logprobs
-            )
+            try:
+                self._output = ModelRunnerOutput.from_host(
+                    self.req_ids, tokens, self._partial, self._num_logprobs, self._vocab_size
+                )
+            except Exception as unreadable:
+                error = unreadable
         self.error = error
         self._device_tokens = self._host_tokens = None
 

@@ -9,8 +9,9 @@ from typing import TypedDict
 
 import torch
 
-from neuron_streams.decode.output import AsyncModelRunnerOutput, ModelRunnerOutput
+from neuron_streams.decode.output import AsyncModelRunnerOutput
 from neuron_streams.decode.request import RequestKey
+from neuron_streams.decode.sampled import ModelRunnerOutput
 from neuron_streams.decode.stats import DecodeStats
 
 __all__ = ["AsyncExecutionBuffer", "PendingOutputs"]

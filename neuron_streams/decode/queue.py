@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
-from neuron_streams.decode.output import AsyncModelRunnerOutput, ModelRunnerOutput, OutputHandler
+from neuron_streams.decode.output import AsyncModelRunnerOutput, OutputHandler
 from neuron_streams.decode.request import RequestKey
+from neuron_streams.decode.sampled import ModelRunnerOutput
 from neuron_streams.decode.schedule import SchedulerOutput
 from neuron_streams.decode.stats import DecodeStats
 

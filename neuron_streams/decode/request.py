@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from neuron_streams.decode.coerce import shown
 from neuron_streams.decode.detokenizer import IncrementalDetokenizer
 from neuron_streams.decode.logprobs import TokenLogprobs
 from neuron_streams.decode.metrics import RequestMetrics
@@ -64,7 +65,7 @@ class Request:
     params: SamplingParams
     max_tokens: int
     seed: int
-    priority: int = 0
+    priority: float = 0
     arrival: int = 0
     arrived_at: float = 0.0
     slot: int | None = None
@@ -86,7 +87,7 @@ class Request:
         return self.key.request_id
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[float, int]:
         """Who goes first has the least; who is preempted first has the largest."""
         return self.priority, self.arrival
 
@@ -212,6 +213,7 @@ def check_prompt(model: Model, request_id: str, prompt: Sequence[int]) -> None:
         )
     if not 0 <= min(prompt) <= max(prompt) < model.vocab_size:
         raise ValueError(
-            f"Request {request_id!r} has token ids from {min(prompt)} to {max(prompt)}; this"
-            f" model knows 0 to {model.vocab_size - 1}. Use the model's own tokenizer."
+            f"Request {request_id!r} has token ids from {shown(min(prompt))} to"
+            f" {shown(max(prompt))}; this model knows 0 to {model.vocab_size - 1}. Use the model's"
+            " own tokenizer."
         )

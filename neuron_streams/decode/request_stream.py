@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from neuron_streams.decode import coerce
 from neuron_streams.decode.request import RequestOutput
 
 __all__ = ["OutputQueue", "RequestStream"]
@@ -46,8 +47,9 @@ class OutputQueue:
         on_room: Callable[[], object],
         has_callback: bool = False,
     ) -> None:
+        max_queued = coerce.whole("max_queued", max_queued)
         if max_queued < 1:
-            raise ValueError(f"max_queued is {max_queued}; it must be 1 or more.")
+            raise ValueError(f"max_queued is {coerce.shown(max_queued)}; it must be 1 or more.")
         self.request_id = request_id
         self.max_queued = max_queued
         self.has_callback = has_callback

@@ -19,11 +19,13 @@ from typing import cast
 import torch
 
 from neuron_streams.decode.batch import CachedRequestState, InputBatch, ModelInput, bucket_of
+from neuron_streams.decode.launch import StepError, check_sampled, part_of_the_step
 from neuron_streams.decode.logprobs import split, to_host, what_is_wanted
 from neuron_streams.decode.model import ChunkModel, Model, Sampled
-from neuron_streams.decode.output import AsyncModelRunnerOutput, ModelRunnerOutput, Streams
+from neuron_streams.decode.output import AsyncModelRunnerOutput, Streams
 from neuron_streams.decode.pending import AsyncExecutionBuffer, PendingOutputs
 from neuron_streams.decode.request import RequestKey
+from neuron_streams.decode.sampled import ModelRunnerOutput
 from neuron_streams.decode.schedule import SchedulerOutput
 from neuron_streams.decode.stats import DecodeStats
 from neuron_streams.decode.trace import StepTrace
@@ -89,6 +91,9 @@ class ModelRunner:
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Launch a step and keep what it will give in `execute_model_state`.
 
+        A step whose inputs cannot be built, or which the model refuses, fails as one that fails on
+        the device: alone.
+
         An empty schedule launches nothing: it takes its finished requests in and flushes what is
         pending, and `sample_tokens` is not to be called.
 
@@ -107,17 +112,30 @@ class ModelRunner:
         if not scheduler_output.num_scheduled_tokens:
             self.async_execution_buffer = {}
             return
-        with self.streams.stream(self.compute_stream):
-            model_input = self._prepare_model_input(scheduler_output)
-            reason = None
-            if self.use_async_scheduling:
-                model_input, reason = self._swap_in_future(scheduler_output, model_input)
-            self.execute_model_state = self._execute_model_forward(model_input)
+        try:
+            with self.streams.stream(self.compute_stream):
+                model_input = self._prepare_model_input(scheduler_output)
+                reason = None
+                if self.use_async_scheduling:
+                    model_input, reason = self._swap_in_future(scheduler_output, model_input)
+                self.execute_model_state = self._execute_model_forward(model_input)
+        except StepError as failed:
+            self._drop_future()
+            self._check_device(failed)
+            self.execute_model_state = failed.error
+            return
         self._note_launch(scheduler_output)
         if self.use_async_scheduling:
             self.stats.count_path(reason)
         if self.trace is not None:
             self.trace.note_path("decode" if self._is_decode() else "prefill", reason)
+
+    def _check_device(self, failed: StepError) -> None:
+        """Raise the error of a step if the device takes no more work: no step can follow it."""
+        try:
+            self.streams.Event(enable_timing=True).record(self.compute_stream)
+        except Exception:
+            raise failed.error from failed
 
     def sample_tokens(
         self, grammar_output: None = None
@@ -169,6 +187,7 @@ class ModelRunner:
     def _is_decode(self) -> bool:
         return all(state.is_decode for state in self.input_batch.states)
 
+    @part_of_the_step()
     def _prepare_model_input(self, scheduler_output: SchedulerOutput) -> ModelInput:
         lengths = [scheduler_output.num_scheduled_tokens[key] for key in self.input_batch.req_ids]
         goes_on = any(state.num_computed_tokens for state in self.input_batch.states)
@@ -205,12 +224,24 @@ class ModelRunner:
             return future, False
         prev_row = {key: row for row, key in enumerate(prev_req_ids)}
         index = torch.arange(input_ids.shape[0], dtype=torch.int32, device="cpu")
-        index[: len(req_ids)] = torch.tensor([prev_row[key] for key in req_ids], device="cpu")
-        return self.model.remap(future, index), True
+        rows = [prev_row[key] for key in req_ids]
+        index[: len(rows)] = torch.tensor(rows, dtype=torch.int32, device="cpu")
+        with part_of_the_step():
+            return self.model.remap(future, index), True
 
     def _execute_model_forward(self, model_input: ModelInput) -> Sampled | Exception:
         if self.trace is not None:
             self.trace.launching()
+        sampled = self._call_model(model_input)
+        if self.trace is not None:
+            self.trace.launched()
+        if self.use_async_scheduling:
+            return sampled
+        with self.stats.waiting():
+            return self._read_now(sampled)
+
+    @part_of_the_step()
+    def _call_model(self, model_input: ModelInput) -> Sampled:
         input_ids, positions, slots, sampling, starts = model_input
         if sampling is None:
             sampled = self._decode(input_ids, positions, slots)
@@ -219,12 +250,8 @@ class ModelRunner:
         else:
             model = cast("ChunkModel", self.model)
             sampled = model.prefill_chunk(input_ids, starts, positions, slots, sampling)
-        if self.trace is not None:
-            self.trace.launched()
-        if self.use_async_scheduling:
-            return sampled
-        with self.stats.waiting():
-            return self._read_now(sampled)
+        check_sampled(sampled, self.input_batch.num_reqs)
+        return sampled
 
     def _decode(
         self, input_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
@@ -256,35 +283,59 @@ class ModelRunner:
     def _generate_model_runner_output(
         self, req_ids_output_copy: list[RequestKey], sampled: Sampled | Exception
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        if isinstance(sampled, Exception):
-            output = ModelRunnerOutput.of_failure(req_ids_output_copy, sampled)
+        output = self._output_of(req_ids_output_copy, sampled)
+        if isinstance(output, ModelRunnerOutput):
             self._update_batch_state_with_samples(output)
             return output
+        assert not isinstance(sampled, Exception)
+        self.async_execution_buffer = {
+            "futures_sampled_token_ids": split(sampled)[0],
+            "prev_req_ids_ordered": req_ids_output_copy,
+            "async_output": output,
+        }
+        self._pending_outputs.append(output)
+        return output
+
+    def _output_of(
+        self, req_ids: list[RequestKey], sampled: Sampled | Exception
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        error = sampled
+        if not isinstance(sampled, Exception):
+            try:
+                return self._make_output(req_ids, sampled)
+            except Exception as cause:
+                self._drop_future()
+                error = cause
+        assert isinstance(error, Exception)
+        if not self.is_output_rank:
+            raise error  # nobody reads the output that would say so
+        return ModelRunnerOutput.of_failure(req_ids, error)
+
+    def _make_output(
+        self, req_ids: list[RequestKey], sampled: Sampled
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         partial = self._partial_req_ids
         num_logprobs = self.input_batch.num_logprobs(partial)
         sampled = what_is_wanted(sampled, num_logprobs)
         if self.copy_stream is None:
-            output = ModelRunnerOutput.from_host(
-                req_ids_output_copy, sampled, partial, num_logprobs
+            return ModelRunnerOutput.from_host(
+                req_ids, sampled, partial, num_logprobs, self.model.vocab_size
             )
-            self._update_batch_state_with_samples(output)
-            return output
-        async_output = AsyncModelRunnerOutput(
-            req_ids_output_copy,
+        return AsyncModelRunnerOutput(
+            req_ids,
             sampled,
             self.compute_stream,
             self.copy_stream,
             self.streams,
             partial,
             num_logprobs,
+            self.model.vocab_size,
         )
-        self.async_execution_buffer = {
-            "futures_sampled_token_ids": split(sampled)[0],
-            "prev_req_ids_ordered": req_ids_output_copy,
-            "async_output": async_output,
-        }
-        self._pending_outputs.append(async_output)
-        return async_output
+
+    def _drop_future(self) -> None:
+        """After a step that has failed at once: the next one takes its tokens from the host."""
+        self._materialize_pending_async_output("a launch failed")
+        self.async_execution_buffer = {}
 
     def _materialize_pending_async_output(self, reason: str) -> bool:
         """Bring the batch state up to date, oldest first; whether there was a step to wait for."""
@@ -300,6 +351,6 @@ class ModelRunner:
         for key, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
             state = self.requests.get(key)
             if state is not None:
-                state.failed |= output.error is not None
+                state.failed |= output.error_of(key) is not None
                 for token_id in token_ids:
                     self.input_batch.append_token(state, token_id)

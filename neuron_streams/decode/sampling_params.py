@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from neuron_streams.decode import coerce
+from neuron_streams.decode.coerce import shown
 from neuron_streams.decode.model import MAX_LOGPROBS
 
 __all__ = ["FLOAT32_MAX", "SamplingParams"]
@@ -14,9 +15,18 @@ FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 """What is larger is infinite on the device, and a logit less an infinite one is no number."""
 
 
+_NUMBERS = (
+    *("temperature", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens, and when to stop.
+
+    Numbers may come in any type that converts without loss of meaning, such as those of numpy, and
+    are kept as Python's own.
 
     Args:
         max_tokens: Most tokens to generate, at least 1. Capped where prompt and output together
@@ -43,7 +53,7 @@ class SamplingParams:
             the text.
 
     Raises:
-        ValueError: A value is out of its range.
+        ValueError: A value is out of its range, or of another kind.
     """
 
     max_tokens: int = 16
@@ -64,15 +74,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        stop_token_ids = tuple(_whole("stop_token_ids", each) for each in self.stop_token_ids)
-        object.__setattr__(self, "stop_token_ids", stop_token_ids)
-        bias = {_whole("logit_bias", key): by for key, by in (self.logit_bias or {}).items()}
-        object.__setattr__(self, "logit_bias", bias or None)
-        for name in ("max_tokens", "top_k", "seed", "logprobs", "min_tokens"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else _whole(name, value))
+        for name, value in self._plain_values():
+            object.__setattr__(self, name, value)
         self._check_choice()
         self._check_adjustments()
         self._check_end()
@@ -101,9 +104,30 @@ class SamplingParams:
         stops = frozenset(self.stop_token_ids)
         return stops if self.ignore_eos else stops | eos_token_ids
 
+    def _plain_values(self) -> Iterator[tuple[str, object]]:
+        for name in ("max_tokens", "top_k", "min_tokens"):
+            yield name, coerce.whole(name, getattr(self, name))
+        for name in ("seed", "logprobs"):
+            value = getattr(self, name)
+            yield name, None if value is None else coerce.whole(name, value)
+        for name in _NUMBERS:
+            yield name, coerce.number(name, getattr(self, name))
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            yield name, coerce.flag(name, getattr(self, name))
+        ids = coerce.items("stop_token_ids", self.stop_token_ids)
+        yield "stop_token_ids", tuple(coerce.whole("stop_token_ids", each) for each in ids)
+        stop = [self.stop] if isinstance(self.stop, str) else coerce.items("stop", self.stop)
+        yield "stop", tuple(coerce.text("stop", each) for each in stop)
+        pairs = () if self.logit_bias is None else coerce.mapping("logit_bias", self.logit_bias)
+        bias = {
+            coerce.whole("logit_bias", token): coerce.number(f"logit_bias of {shown(token)}", by)
+            for token, by in pairs
+        }
+        yield "logit_bias", bias or None
+
     def _check_choice(self) -> None:
         if self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens}; it must be 1 or more.")
+            raise ValueError(f"max_tokens is {shown(self.max_tokens)}; it must be 1 or more.")
         if not 0 <= self.temperature <= FLOAT32_MAX:  # as NaN is not
             raise ValueError(
                 f"temperature is {self.temperature}; it must be a finite number, 0 or more"
@@ -111,13 +135,13 @@ class SamplingParams:
             )
         if not 0 <= self.top_k < 2**31:
             raise ValueError(
-                f"top_k is {self.top_k}; it must be 0 (off) or more, and fit a signed 32-bit"
+                f"top_k is {shown(self.top_k)}; it must be 0 (off) or more, and fit a signed 32-bit"
                 " integer."
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off).")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}; it must fit a signed 64-bit integer.")
+            raise ValueError(f"seed is {shown(self.seed)}; it must fit a signed 64-bit integer.")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}; it must be from 0 (off) to 1.")
 
@@ -133,28 +157,20 @@ class SamplingParams:
         for token_id, bias in (self.logit_bias or {}).items():
             if not bias <= FLOAT32_MAX:  # as NaN is not
                 raise ValueError(
-                    f"logit_bias of token {token_id} is {bias}; it must be a number, or -inf to"
-                    " exclude the token."
+                    f"logit_bias of token {shown(token_id)} is {bias}; it must be a number, or"
+                    " -inf to exclude the token."
                 )
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise ValueError(
-                f"logprobs is {self.logprobs}; it must be from 0 (of the chosen token alone) to"
-                f" {MAX_LOGPROBS}, or None (off)."
+                f"logprobs is {shown(self.logprobs)}; it must be from 0 (of the chosen token alone)"
+                f" to {MAX_LOGPROBS}, or None (off)."
             )
 
     def _check_end(self) -> None:
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(
-                f"min_tokens is {self.min_tokens}; it must be from 0 (off) to max_tokens, which is"
-                f" {self.max_tokens}."
+                f"min_tokens is {shown(self.min_tokens)}; it must be from 0 (off) to max_tokens,"
+                f" which is {shown(self.max_tokens)}."
             )
-        if not all(isinstance(text, str) and text for text in self.stop):
+        if not all(self.stop):
             raise ValueError(f"stop is {self.stop!r}; it must be strings, none of them empty.")
-
-
-def _whole(name: str, value: int) -> int:
-    # Later, in a tensor or a slice, another type would end the loop for all.
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name} has {value!r}; it must be a whole number, an int.") from None

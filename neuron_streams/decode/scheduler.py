@@ -16,18 +16,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from neuron_streams.decode.admission import check_request
+from neuron_streams.decode import coerce
+from neuron_streams.decode.admission import AdmittedRequest, check_request
 from neuron_streams.decode.capacity import Capacity
-from neuron_streams.decode.detokenizer import IncrementalDetokenizer, Tokenizer
+from neuron_streams.decode.detokenizer import IncrementalDetokenizer, Tokenizer, check_tokenizer
 from neuron_streams.decode.logprobs import TokenLogprobs
 from neuron_streams.decode.model import Model
-from neuron_streams.decode.output import ModelRunnerOutput
 from neuron_streams.decode.request import (
     Request,
     RequestKey,
     RequestOutput,
     RequestStatus,
 )
+from neuron_streams.decode.sampled import ModelRunnerOutput
 from neuron_streams.decode.sampling_params import SamplingParams
 from neuron_streams.decode.schedule import NewRequestData, SchedulerOutput
 from neuron_streams.decode.stats import DecodeStats
@@ -61,6 +62,7 @@ class Scheduler:
         largest = model.batch_buckets[-1]
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(f"max_batch_size is {max_batch_size}; it must be 1 or more.")
+        check_tokenizer(tokenizer)
         self.capacity = Capacity(model.num_slots, min(max_batch_size or largest, largest))
         self.stats = stats or DecodeStats()
         self.to_call_back: deque[tuple[Request, RequestOutput]] = deque()
@@ -78,7 +80,7 @@ class Scheduler:
         request_id: str,
         prompt_token_ids: Sequence[int],
         params: SamplingParams | None = None,
-        priority: int = 0,
+        priority: float = 0,
         *,
         on_output: Callable[[RequestOutput], object] | None = None,
         arrived_at: float | None = None,
@@ -94,13 +96,14 @@ class Scheduler:
                 has ids outside the vocabulary, the model cannot honour the parameters, or there are
                 stop strings and no tokenizer.
         """
+        request_id, prompt, params, priority = self.check_request(
+            request_id, prompt_token_ids, params, priority, on_output
+        )
         if request_id in self._by_id:
             raise ValueError(
                 f"Request id {request_id!r} is in use; wait until that request has finished, abort"
                 " it, or choose another id."
             )
-        params = params or SamplingParams()
-        prompt = self.check_request(request_id, prompt_token_ids, params, priority)
         number = next(self._numbers)
         request = Request(
             RequestKey(request_id, number),
@@ -110,7 +113,9 @@ class Scheduler:
             seed=random.getrandbits(63) if params.seed is None else params.seed,
             priority=priority,
             arrival=number,
-            arrived_at=time.perf_counter() if arrived_at is None else arrived_at,
+            arrived_at=coerce.number(
+                "arrived_at", time.perf_counter() if arrived_at is None else arrived_at
+            ),
             on_output=on_output,
         )
         if self._tokenizer is not None:
@@ -123,22 +128,20 @@ class Scheduler:
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        priority: int = 0,
-    ) -> list[int]:
-        """The prompt, as a list. From any thread.
+        params: SamplingParams | None = None,
+        priority: float = 0,
+        on_output: Callable[[RequestOutput], object] | None = None,
+    ) -> AdmittedRequest:
+        """What is asked for, in plain values and copies. From any thread.
 
         Raises:
             ValueError: As `add_request`, but for an id that is in use.
         """
-        if not isinstance(priority, (int, float)) or priority != priority:
-            raise ValueError(
-                f"Request {request_id!r} has priority {priority!r}; it must be a number, since it"
-                " is compared with those of other requests."
-            )
-        prompt = [int(token_id) for token_id in prompt_token_ids]
-        check_request(self._model, request_id, prompt, params, self._tokenizer is not None)
-        return prompt
+        if on_output is not None and not callable(on_output):
+            raise ValueError(f"on_output is {coerce.shown(on_output)}; it must be callable.")
+        return check_request(
+            self._model, request_id, prompt_token_ids, params, priority, self._tokenizer
+        )
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request in any state; its id is free at once, its slot when its last step is read.
@@ -251,8 +254,8 @@ class Scheduler:
             request.num_output_placeholders -= key not in scheduler_output.partial_req_ids
             if request.status.is_finished:
                 self.stats.extra_tokens_dropped += len(token_ids)
-            elif model_runner_output.error is not None:
-                request.error = model_runner_output.error
+            elif (error := model_runner_output.error_of(key)) is not None:
+                request.error = error
                 self._finish(request, RequestStatus.FINISHED_ERROR)
                 outputs.append(self._output_of(request))
             elif token_ids:

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from neuron_streams.decode.output import AsyncModelRunnerOutput, ModelRunnerOutput
+    from neuron_streams.decode.output import AsyncModelRunnerOutput
     from neuron_streams.decode.runner import ModelRunner
+    from neuron_streams.decode.sampled import ModelRunnerOutput
     from neuron_streams.decode.schedule import SchedulerOutput
 
 __all__ = ["ROWS", "Span", "StepRecord", "StepTrace"]
@@ -209,9 +210,11 @@ class StepTrace:
         scheduler_output: SchedulerOutput,
         output: ModelRunnerOutput | AsyncModelRunnerOutput,
     ) -> None:
-        """Its output object is there and about to be queued."""
+        """Its output object is there and about to be queued; nothing is kept of a refused one."""
         record = self._current
-        if self._runner.use_async_scheduling:
+        if record._events is None or record._events[1] is None:
+            return
+        if self._runner.use_async_scheduling and output.error is None:
             record.launch = self._lap(WORKER, "launch")
             output.record = record  # type: ignore[union-attr]
         record.number = self._runner.stats.steps

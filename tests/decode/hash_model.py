@@ -119,6 +119,8 @@ class FakeHashModel(Sizes):
         self.wants_logprobs = [False] * self.num_slots  # the host's own, ahead of the device
         self.last_sampled = [BAD] * self.num_slots
         self.fail_at: set[int] = set()
+        self.refuse_at: set[int] = set()
+        self.refused: list[list[int]] = []
         self.executed = 0
 
     def prefill(
@@ -247,6 +249,10 @@ class FakeHashModel(Sizes):
         run: Callable[[], list[int]],
         dtype: torch.dtype = torch.int32,
     ) -> Any:
+        if len(self.calls) in self.refuse_at:
+            self.refuse_at.remove(len(self.calls))
+            self.refused.append(slots)
+            raise OSError(f"call {len(self.calls)} was refused")
         rows = positions.shape[0]
         output = FakeTensor(self.streams, rows, dtype=dtype)
         wanted = any(self.wants_logprobs[slot] for slot in slots)

@@ -81,7 +81,9 @@ MUTANTS = {
     "a piece of a prompt yields a token": Mutant(
         "runner", "self._partial_req_ids = scheduler_output.partial_req_ids", "pass"
     ),
-    "a failed row decodes on": Mutant("runner", "state.failed |= output.error is not None", "pass"),
+    "a failed row decodes on": Mutant(
+        "runner", "state.failed |= output.error_of(key) is not None", "pass"
+    ),
     "the waiting's failure is the step's": Mutant(
         "runner", "if not launched.query():", "if False:"
     ),
@@ -225,7 +227,37 @@ MUTANTS = {
         "= request.prompt_token_ids",
     ),
     "a failed step ends nobody": Mutant(
-        "scheduler", "elif model_runner_output.error is not None:", "elif False:"
+        "scheduler", "elif (error := model_runner_output.error_of(key)) is not None:", "elif False:"
+    ),
+    "a refused launch ends the loop": Mutant(
+        "launch", "except Exception as error:", "except ArithmeticError as error:"
+    ),
+    "a refused launch leaves its future": Mutant(
+        "runner",
+        "            self._drop_future()\n            self.execute",
+        "            self.execute",
+    ),
+    "a refused launch leaves older tokens unread": Mutant(
+        "runner", 'self._materialize_pending_async_output("a launch failed")', "pass"
+    ),
+    "an output that cannot be made ends the loop": Mutant(
+        "runner", "except Exception as cause:", "except ArithmeticError as cause:"
+    ),
+    "an output that cannot be read ends the loop": Mutant(
+        "output", "except Exception as unreadable:", "except ArithmeticError as unreadable:"
+    ),
+    "any result is token ids": Mutant(
+        "launch", "if dtype in _INTEGERS and len(shape) == 1 and shape[0] >= rows:", "if True:"
+    ),
+    "floats are token ids": Mutant("launch", "dtype in _INTEGERS and", ""),
+    "a column is token ids": Mutant("launch", " and len(shape) == 1 and", " and"),
+    "rows may be missing": Mutant("launch", " and shape[0] >= rows:", ":"),
+    "a negative token is one": Mutant("sampled", "if token_id >= 0 and (", "if ("),
+    "any token is in the vocabulary": Mutant(
+        "sampled", "(vocab_size is None or token_id < vocab_size)", "True"
+    ),
+    "a refused step is traced": Mutant(
+        "trace", "if record._events is None or record._events[1] is None:", "if False:"
     ),
     # Adjustments
     "a plain row spares all rows their adjustments": Mutant(
@@ -303,9 +335,9 @@ MUTANTS = {
     ),
     "logprobs of whoever has the row now": Mutant(
         "runner",
-        "            num_logprobs,\n        )",
+        "            num_logprobs,\n            self.model",
         "            type('Live', (), {'__iter__': lambda _, b=self.input_batch:"
-        " iter(b.num_logprobs(frozenset()))})(),\n        )",
+        " iter(b.num_logprobs(frozenset()))})(),\n            self.model",
     ),
     "a piece of a prompt wants logprobs": Mutant(
         "batch", "if state.failed or state.key in partial else", "if state.failed else"
@@ -357,13 +389,37 @@ MUTANTS = {
     "half a character is shown": Mutant(
         "detokenizer", "if not text.endswith(_INCOMPLETE):", "if True:"
     ),
-    "the window grows": Mutant("detokenizer", "if self._complete > _WINDOW:", "if False:"),
+    "the window grows": Mutant("detokenizer", "if self._complete > (", "if 0 and ("),
+    "a clean-up is not waited for": Mutant(
+        "detokenizer", "len(text) if tail is None else tail.start()", "len(text)"
+    ),
+    "a text that only grows is held back": Mutant(
+        "detokenizer", " if self._rewrites else None", ""
+    ),
+    "a stop string is not looked for in what is unsettled": Mutant(
+        "detokenizer", "text = self._held + self._decoder.unsettled", "text = self._held"
+    ),
+    "what a clean-up may complete is not held back": Mutant(
+        "detokenizer", "for one in (self._held, text)", "for one in (text,)"
+    ),
+    "a spoiled character is given again": Mutant(
+        "detokenizer", "if not text.startswith(self._given):", "if False:"
+    ),
+    "unsettled text is lost where the text reads otherwise": Mutant(
+        "detokenizer", 'last, self.unsettled = self.unsettled, ""', 'last, self.unsettled = "", ""'
+    ),
+    "a token left out is the context": Mutant(
+        "detokenizer", "if text != self._given + self.unsettled:", "if True:"
+    ),
+    "bytes are text": Mutant("detokenizer", "if not isinstance(text, str):", "if False:"),
+    "a tokenizer gets our list": Mutant("detokenizer", "[*token_ids]", "token_ids"),
+    "a special token at the start is the stop string's": Mutant(
+        "detokenizer", "Counter(token_ids) - around", "token_ids"
+    ),
     "junk is held for ever": Mutant(
         "detokenizer", "if len(self._ids) - self._complete > _WINDOW:", "if False:"
     ),
-    "no tail is held back": Mutant(
-        "detokenizer", "len(text) - self._stops.held(text)", "len(text)"
-    ),
+    "no tail is held back": Mutant("detokenizer", "len(one) - self._stops.held(one)", "len(one)"),
     "a stop string may end in old text": Mutant("detokenizer", "max(0, old - len(stop) + 1)", "0"),
     "the last stop string wins": Mutant(
         "detokenizer", "min(ends, default=None)", "max(ends, default=None)"
@@ -391,8 +447,18 @@ MUTANTS = {
         "request", "except Exception as error:", "except ZeroDivisionError as error:"
     ),
     "stop strings without a tokenizer": Mutant(
-        "admission", "if params.stop and not has_tokenizer:", "if False:"
+        "admission", "if params.stop and tokenizer is None:", "if False:"
     ),
+    "a stop string that is never shown": Mutant(
+        "admission", "if token_id is not None:", "if False:"
+    ),
+    "the caller's own parameters": Mutant("admission", "return replace(params)", "return params"),
+    "text is a list": Mutant("coerce", "if isinstance(values, (str, bytes, bytearray)):", "if 0:"),
+    "an array is a number": Mutant("coerce", 'if getattr(value, "ndim", 0):', "if 0:"),
+    "text is a number": Mutant(
+        "coerce", "if not is_number or isinstance(value, (str, bytes)):", "if 0:"
+    ),
+    "a subclass of str stays one": Mutant("coerce", "return str.__str__(value)", "return value"),
     # Callbacks
     "a callback's failure is swallowed": Mutant("outbox", "self.errors.append(error)", "pass"),
     "a callback's failure costs the outputs": Mutant(

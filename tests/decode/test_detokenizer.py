@@ -1,20 +1,46 @@
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuron_streams.decode import IncrementalDetokenizer, SamplingParams
-from neuron_streams.decode.detokenizer import IncrementalDecoder, StopStrings
+from neuron_streams.decode.detokenizer import (
+    IncrementalDecoder,
+    StopStrings,
+    Tokenizer,
+    check_tokenizer,
+    left_out_token,
+)
 from tests.decode.hash_model import VOCAB
-from tests.decode.toy_tokenizer import EURO, INCOMPLETE, ToyTokenizer, reference_text, tokens_for
+from tests.decode.toy_tokenizer import (
+    EURO,
+    INCOMPLETE,
+    SpecialTokenizer,
+    ToyTokenizer,
+    piece,
+    reference_text,
+    tokens_for,
+)
+
+
+class AppendingTokenizer(ToyTokenizer):
+    clean_up_tokenization_spaces = False
 
 
 def play(
-    token_ids: list[int], params: SamplingParams, *, reason: str = "length"
+    token_ids: list[int],
+    params: SamplingParams,
+    *,
+    reason: str = "length",
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[int, list[str], str | None]:
     """Tokens taken, the text after each, and the stop string that ended it."""
-    detokenizer = IncrementalDetokenizer(ToyTokenizer(), params)
+    detokenizer = IncrementalDetokenizer(tokenizer or AppendingTokenizer(), params)
     texts = []
     for count, token_id in enumerate(token_ids, 1):
         last = count == len(token_ids)
@@ -39,8 +65,9 @@ def test_any_tokens_give_what_decoding_all_of_them_gives(
 ) -> None:
     params = params_of(*stop, include_stop_str_in_output=include, min_tokens=min_tokens)
     want, _, text, stop_reason = reference_text(token_ids, reason, params)
-    count, texts, found = play(token_ids, params, reason=reason)
-    assert (count, "".join(texts), found) == (len(want), text, stop_reason)
+    for tokenizer in (ToyTokenizer(), AppendingTokenizer()):
+        count, texts, found = play(token_ids, params, reason=reason, tokenizer=tokenizer)
+        assert (count, "".join(texts), found) == (len(want), text, stop_reason)
 
 
 @given(tokens, stops)
@@ -146,6 +173,222 @@ def test_bytes_that_are_no_text_come_out_and_a_character_after_them_is_whole() -
     assert shown == INCOMPLETE * 17 or len(shown) < 17
     end = tokens_for(EURO[2:], b"a")
     assert shown + "".join(decoder.push(token) for token in end) == INCOMPLETE * 17 + "€a"
+
+
+# Tokenizers that rewrite what they gave
+
+
+WORDS = ["it", "'", "s", "n", "do", "t", "re", "ve", "we", "a", ",", ".", "!", "(", ")", "m"]
+CLEAN_UPS = ((" .", "."), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"))
+CLEAN_UPS = (*CLEAN_UPS, (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
+
+
+class CleaningTokenizer:
+    """Joins words and cleans up as transformers' clean_up_tokenization does."""
+
+    def decode(self, token_ids: list[int], /) -> str:
+        text = " ".join(WORDS[token_id] for token_id in token_ids)
+        for old, new in CLEAN_UPS:
+            text = text.replace(old, new)
+        return text
+
+
+def words(text: str) -> list[int]:
+    return [WORDS.index(word) for word in text.split()]
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(0, len(WORDS) - 1), max_size=40),
+    st.lists(st.text("it's n,", min_size=1, max_size=5), max_size=2),
+)
+def test_a_text_that_is_cleaned_up_comes_out_as_it_is_at_the_end(
+    token_ids: list[int], stop: list[str]
+) -> None:
+    known = text = ""
+    want: tuple[int, str, str | None] = (
+        len(token_ids),
+        CleaningTokenizer().decode(token_ids),
+        None,
+    )
+    for count in range(1, len(token_ids) + 1):
+        known, text = text, CleaningTokenizer().decode(token_ids[:count])
+        found = StopStrings(stop).find(text, len(os.path.commonprefix([known, text])))  # noqa: RUF071
+        if found is not None:
+            want = (count, text[: found[0]], text[slice(*found)])
+            break
+    got, texts, stopped = play(token_ids, params_of(*stop), tokenizer=CleaningTokenizer())
+    assert (got, "".join(texts), stopped) == want
+
+
+def test_the_space_before_an_apostrophe_is_held_back_until_it_is_settled() -> None:
+    given_out = play(words("it ' s a ."), params_of(), tokenizer=CleaningTokenizer())
+    assert given_out[1] == ["it", "", "'s", " a", "."]
+    given_out = play(words("do n ' t"), params_of(), tokenizer=CleaningTokenizer())
+    assert given_out[1] == ["do", "", "", "n't"]
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "count", "given_out"),
+    [
+        ("it ' s a", "it's", 3, ""),
+        ("a it ' s a", "'s", 4, "a it"),
+        ("a it ' s a", " '", 3, "a it"),
+        ("we do n ' t a", "don't", 5, "we "),
+        ("we do n ' t a", "n't", 5, "we do"),
+        ("we do n a", " n", 3, "we do"),
+    ],
+)
+def test_a_stop_string_is_met_in_the_text_as_it_then_is(
+    text: str, stop: str, count: int, given_out: str
+) -> None:
+    played = play(words(text), params_of(stop), tokenizer=CleaningTokenizer())
+    assert (played[0], "".join(played[1]), played[2]) == (count, given_out, stop)
+
+
+def test_one_that_says_that_it_only_appends_is_not_held_back() -> None:
+    ids = tokens_for(b"a", b" ", b"b")
+    assert play(ids, params_of())[1] == ["a", " ", "b"]
+    assert play(ids, params_of(), tokenizer=ToyTokenizer())[1] == ["a", "", " b"]
+
+
+class SpacingTokenizer(ToyTokenizer):
+    """Leaves token 0 out, and puts a space before each other but the first."""
+
+    def decode(self, token_ids: Sequence[int], /) -> str:
+        self.decoded += len(token_ids)
+        return " ".join(str(token_id) for token_id in token_ids if token_id)
+
+
+@given(st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=20, max_size=60))
+def test_tokens_that_are_left_out_of_the_text_take_no_context_away(token_ids: list[int]) -> None:
+    _, texts, _ = play(token_ids, params_of(), tokenizer=SpacingTokenizer())
+    assert "".join(texts) == SpacingTokenizer().decode(token_ids)
+
+
+def test_many_tokens_that_are_left_out_cost_each_the_same() -> None:
+    tokenizer = SpacingTokenizer()
+    play([1, *[0] * 2000, 2], params_of(), tokenizer=tokenizer)
+    assert tokenizer.decoded < 2000 * 30
+
+
+class FallingBackTokenizer(ToyTokenizer):
+    """Where a run of bytes is no text, each of them is a replacement character."""
+
+    def decode(self, token_ids: Sequence[int], /) -> str:
+        raw = b"".join(map(piece, token_ids))
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "".join(chr(byte) if byte < 128 else INCOMPLETE for byte in raw)
+
+
+def test_a_byte_that_is_no_text_does_not_spoil_the_character_before_it() -> None:
+    for end in ((b"a",), ()):
+        ids = tokens_for(b"b", *[EURO[:1], EURO[1:2], EURO[2:]], EURO[:1], *end)
+        _, texts, _ = play(ids, params_of(), tokenizer=FallingBackTokenizer())
+        assert "".join(texts) == "b€" + INCOMPLETE + "a" * len(end)
+
+
+def test_characters_in_a_row_come_out_whole_where_an_incomplete_one_spoils_the_run() -> None:
+    ids = tokens_for(*[EURO[:1], EURO[1:2], EURO[2:]] * 20, b"a")
+    _, texts, _ = play(ids, params_of(), tokenizer=FallingBackTokenizer())
+    assert texts == ["", "", "€"] * 20 + ["a"]
+
+
+class Fickle:
+    """Gives another text at each call, all of them with what the newest token spells."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def decode(self, token_ids: list[int], /) -> str:
+        self.calls += 1
+        return f"{self.calls}:{token_ids[-1]};"
+
+
+def test_one_that_changes_its_text_at_each_call_loses_no_token() -> None:
+    _, texts, _ = play([*range(60)], params_of(), tokenizer=Fickle())
+    assert all(f":{token_id};" in text for token_id, text in enumerate(texts))
+
+
+def test_unsettled_text_is_given_where_the_text_before_it_reads_otherwise() -> None:
+    class Shouting(CleaningTokenizer):
+        def decode(self, token_ids: list[int], /) -> str:
+            text = super().decode(token_ids)
+            return text if len(token_ids) < 3 else text.upper()
+
+    assert play(words("it ' s"), params_of(), tokenizer=Shouting())[1] == ["it", "", " ' s"]
+
+
+def test_one_that_changes_the_list_that_it_gets_spoils_nothing() -> None:
+    class Consuming(ToyTokenizer):
+        def decode(self, token_ids: Sequence[int], /) -> str:
+            text = super().decode(token_ids)
+            token_ids.clear()  # type: ignore[attr-defined]
+            return text
+
+    ids = tokens_for(b"a", b"b") * 20
+    assert "".join(play(ids, params_of(), tokenizer=Consuming())[1]) == "ab" * 20
+
+
+@pytest.mark.parametrize("text", [None, b"a", 3, ["a"], object()], ids=repr)
+def test_one_that_gives_no_text_is_named(text: Any) -> None:
+    class Wrong:
+        def decode(self, token_ids: list[int], /) -> Any:
+            return text
+
+    detokenizer = IncrementalDetokenizer(Wrong(), params_of("a"))
+    with pytest.raises(TypeError, match=r"^Wrong.decode returned .*; a tokenizer's decode must"):
+        detokenizer.update(3)
+    assert detokenizer.get_next_output_text(True) == ""
+
+
+def test_a_str_of_another_class_becomes_a_plain_one() -> None:
+    class Loud(str):
+        def endswith(self, *args: object) -> bool:
+            raise ZeroDivisionError
+
+    class Odd(ToyTokenizer):
+        def decode(self, token_ids: Sequence[int], /) -> str:
+            return Loud(super().decode(token_ids))
+
+    (text,) = play(tokens_for(b"a"), params_of("b"), tokenizer=Odd())[1]
+    assert (type(text), text) == (str, "a")
+
+
+@pytest.mark.parametrize("tokenizer", [object(), ToyTokenizer, "decode", lambda ids: "a"])
+def test_what_cannot_decode_is_no_tokenizer(tokenizer: Any) -> None:
+    if tokenizer is not ToyTokenizer:
+        with pytest.raises(ValueError, match=r"^tokenizer is .*; it must have decode\(token_ids\)"):
+            check_tokenizer(tokenizer)
+    check_tokenizer(None)
+    check_tokenizer(ToyTokenizer())
+
+
+# Stop strings that the text never shows
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "left_out"),
+    [("<end>", 30), ("a<end>", 30), ("<end> ", 30), ("ab", None), (" ", None), ("€", None)],
+)
+def test_a_special_token_in_a_stop_string_is_found(
+    begins: bool, stop: str, left_out: int | None
+) -> None:
+    tokenizer = SpecialTokenizer()
+    tokenizer.begins = begins
+    assert left_out_token(tokenizer, stop) == left_out
+    assert left_out_token(ToyTokenizer(), stop) is None, "it cannot encode"
+
+
+def test_a_stop_string_that_another_spelling_hides_has_no_token_that_is_left_out() -> None:
+    class Lower(SpecialTokenizer):
+        def encode(self, text: str) -> Any:
+            return super().encode(text.lower())
+
+    assert left_out_token(Lower(), "A") is None
 
 
 @pytest.mark.slow

@@ -592,16 +592,16 @@ class Held:
 def test_what_ends_the_loop_reaches_every_stream_and_every_later_call(
     thread: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, model, _ = make_engine(thread=thread)
+    engine, _, fake = make_engine(thread=thread)
     refuse = threading.Event()
-    decode = model.decode
+    enter = fake.stream
 
-    def refused(*args: Any) -> Any:
+    def refused(stream: Any) -> Any:
         if refuse.is_set():
             raise OSError("launch refused")
-        return decode(*args)
+        return enter(stream)
 
-    model.decode = refused  # type: ignore[method-assign]
+    fake.stream = refused  # type: ignore[method-assign]
     streams = [engine.add_request(str(n), [n + 1], limited(20), max_queued=2) for n in range(2)]
     if not thread:
         turns(engine, 6)

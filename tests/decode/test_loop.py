@@ -446,22 +446,6 @@ def test_a_loop_that_is_dropped_leaves_no_thread() -> None:
 # Failures after which the loop cannot go on; those of a single step are in test_failures.py
 
 
-def test_a_failure_of_the_model_at_the_call_reaches_the_caller() -> None:
-    loop, model, _ = make_loop()
-
-    def broken(*inputs: object) -> Any:
-        raise KeyError("no such executable")
-
-    model.decode = broken  # type: ignore[method-assign, assignment]
-    loop.add_request("a", [1, 2], limited(9))
-    loop.step()
-    with pytest.raises(KeyError, match="no such executable"):
-        loop.step()
-    with pytest.raises(KeyError, match="no such executable"):
-        loop.step()
-    loop.close()
-
-
 def test_a_failure_of_the_output_thread_reaches_the_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -12,7 +12,14 @@ import pytest
 import neuron_streams
 from models.toy import toy
 from neuron_streams.decode import DecodeLoop, ModelRunner, RequestOutput, SamplingParams
-from neuron_streams.testing import DeadlockError, EmulatedRuntime, Gate, ManualRuntime, use_runtime
+from neuron_streams.testing import (
+    DeadlockError,
+    EmulatedRuntime,
+    Gate,
+    ManualRuntime,
+    is_ready,
+    use_runtime,
+)
 from tests.decode.compiled_hash_model import CompiledHashModel
 from tests.decode.fuzz import Play, make_script
 from tests.decode.hash_model import reference
@@ -97,8 +104,8 @@ def test_the_async_loop_submits_ahead_of_a_gate(manual: ManualRuntime) -> None:
             loop.step()
         ahead = model.calls[-1]
         assert ahead.input_ids is held.output
-        assert not held.output.is_ready
-        assert not ahead.output.is_ready
+        assert not is_ready(held.output)
+        assert not is_ready(ahead.output)
 
 
 def test_the_sync_loop_submits_nothing_ahead_of_a_gate(manual: ManualRuntime) -> None:
@@ -110,7 +117,7 @@ def test_the_sync_loop_submits_nothing_ahead_of_a_gate(manual: ManualRuntime) ->
     with Gate(loop.runner.compute_stream), pytest.raises(DeadlockError):
         loop.step()
     assert [call.kind for call in model.calls] == ["prefill", "decode", "decode"]
-    assert not model.calls[-1].output.is_ready
+    assert not is_ready(model.calls[-1].output)
 
 
 def test_on_the_emulated_runtime_no_step_waits_for_the_one_before(
@@ -127,7 +134,7 @@ def test_on_the_emulated_runtime_no_step_waits_for_the_one_before(
         # The queue holds one step that the gate does not hold, so this neither blocks nor reads.
         loop.step()
         assert model.calls[-1].input_ids is model.calls[-2].output
-        assert not model.calls[-1].output.is_ready
+        assert not is_ready(model.calls[-1].output)
     tokens = [token for output in loop.drain() for token in output.new_token_ids]
     assert tokens == reference([1, 2], LONG, model.max_length)[0][4:5]
     loop.close()

@@ -4,6 +4,8 @@ tokens are pieces of one character."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 from neuron_streams.decode import SamplingParams
 from tests.decode.hash_model import VOCAB
@@ -25,6 +27,23 @@ class ToyTokenizer:
         if self.fails_at in token_ids:
             raise LookupError(f"no such token: {self.fails_at}")
         return b"".join(piece(token) for token in token_ids).decode("utf-8", "replace")
+
+
+class SpecialTokenizer(ToyTokenizer):
+    """Token 30 is spelled <end> and left out of the text, as is 29, which begins every text."""
+
+    begins = False
+
+    def decode(self, token_ids: Sequence[int], /) -> str:
+        return super().decode([token for token in token_ids if token < 29])
+
+    def encode(self, text: str) -> Any:
+        ids, rest = [29] if self.begins else [], text
+        while rest:
+            found = "<end>" if rest.startswith("<end>") else rest[0]
+            ids.append(30 if found == "<end>" else PIECES.index(found.encode()))
+            rest = rest[len(found) :]
+        return SimpleNamespace(ids=ids) if self.begins else ids
 
 
 def piece(token_id: int) -> bytes:

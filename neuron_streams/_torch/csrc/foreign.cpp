@@ -4,80 +4,73 @@
 
 namespace neuron {
 
-namespace py = pybind11;
+using bind::From;
+using bind::Ref;
+using bind::WithGil;
 
-ForeignPort::ForeignPort(py::object runtime)
-    : Port(runtime.attr("device_count")().cast<int>()), runtime_(runtime.release().ptr()) {}
+ForeignPort::ForeignPort(PyObject* runtime)
+    : Port(From<int>::load(bind::call_method(runtime, "device_count").get())),
+      runtime_(Py_NewRef(runtime)) {}
 
 ForeignPort::~ForeignPort() { forget(runtime_); }
 
-py::object ForeignPort::method(const char* name) const {
-  return py::reinterpret_borrow<py::object>(runtime_).attr(name);
-}
-
-// Torch passes its own python_error on through any frame, and pybind11's not.
-template <class F>
-auto with_gil(const F& f) {
-  py::gil_scoped_acquire gil;
-  try {
-    return f();
-  } catch (py::error_already_set& error) {
-    throw_python(error);
-  }
-}
-
 int64_t ForeignPort::open_lane(int device, int64_t priority, bool host) {
-  return with_gil([&] {
-    return method("open_lane")(device, priority, py::arg("host") = host).cast<int64_t>();
-  });
+  WithGil gil;
+  const Ref keywords(Py_BuildValue("{s:O}", "host", host ? Py_True : Py_False));
+  const Ref arguments(bind::tuple(device, priority));
+  const Ref function(PyObject_GetAttrString(runtime_, "open_lane"));
+  return From<int64_t>::load(
+      Ref(PyObject_Call(function.get(), arguments.get(), keywords.get())).get());
 }
 
 void ForeignPort::close_lane(int64_t lane) {
   if (!python_is_there()) return;
-  with_gil([&] { method("close_lane")(lane); });
+  WithGil gil;
+  bind::call_method(runtime_, "close_lane", lane);
 }
 
 int64_t ForeignPort::submit(
     int64_t lane, const CommandPtr& command, const std::vector<Ticket>& after) {
-  return with_gil([&] {
-    py::list tickets;
-    for (const Ticket& ticket : after) tickets.append(as_python(ticket));
-    const py::object found = method("submit")(lane, py::cast(command), tickets, false);
-    return found.is_none() ? kFull : found.cast<Ticket>().value;
-  });
+  WithGil gil;
+  const Ref found = bind::call_method(runtime_, "submit", lane, command, after, false);
+  return found.get() == Py_None ? kFull : From<Ticket>::load(found.get()).value;
 }
 
 void ForeignPort::wait_for_room(int64_t lane) {
-  with_gil([&] { method("wait_for_room")(lane); });
+  WithGil gil;
+  bind::call_method(runtime_, "wait_for_room", lane);
 }
 
 int64_t ForeignPort::submitted(int64_t lane) {
-  return with_gil([&] { return method("submitted")(lane).cast<int64_t>(); });
+  WithGil gil;
+  return From<int64_t>::load(bind::call_method(runtime_, "submitted", lane).get());
 }
 
 int64_t ForeignPort::completed(int64_t lane) {
-  return with_gil([&] { return method("completed")(lane).cast<int64_t>(); });
+  WithGil gil;
+  return From<int64_t>::load(bind::call_method(runtime_, "completed", lane).get());
 }
 
 void ForeignPort::wait(Ticket ticket, double timeout) {
-  with_gil([&] {
-    const py::object limit = timeout < 0 ? py::object(py::none()) : py::float_(timeout);
-    method("wait")(as_python(ticket), limit);
-  });
+  WithGil gil;
+  if (timeout < 0) bind::call_method(runtime_, "wait", ticket);
+  else bind::call_method(runtime_, "wait", ticket, timeout);
 }
 
 void ForeignPort::drain() {
-  with_gil([&] { method("drain")(); });
+  WithGil gil;
+  bind::call_method(runtime_, "drain");
 }
 
 std::vector<int64_t> ForeignPort::lanes(int device) {
-  return with_gil([&] { return method("lanes")(device).cast<std::vector<int64_t>>(); });
+  WithGil gil;
+  return From<std::vector<int64_t>>::load(bind::call_method(runtime_, "lanes", device).get());
 }
 
 std::vector<FailurePtr> ForeignPort::failures(Ticket ticket, int64_t since) {
-  return with_gil([&] {
-    return method("failures")(as_python(ticket), since).cast<std::vector<FailurePtr>>();
-  });
+  WithGil gil;
+  return From<std::vector<FailurePtr>>::load(
+      bind::call_method(runtime_, "failures", ticket, since).get());
 }
 
 void ForeignPort::add_failure(Ticket, FailurePtr) {} // the runtime notes those that it finishes

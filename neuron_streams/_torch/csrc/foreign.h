@@ -1,15 +1,13 @@
 // The port over a runtime written in Python. See foreign.cpp.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include "core.h"
 
 namespace neuron {
 
 class ForeignPort final : public Port {
  public:
-  explicit ForeignPort(pybind11::object runtime);
+  explicit ForeignPort(PyObject* runtime);
   ~ForeignPort() override;
 
   int64_t open_lane(int device, int64_t priority, bool host) override;
@@ -25,8 +23,7 @@ class ForeignPort final : public Port {
   void add_failure(Ticket, FailurePtr) override;
 
  private:
-  pybind11::object method(const char* name) const;
-  PyObject* runtime_; // a runtime lives until the end of its port
+  PyObject* runtime_;
 };
 
 } // namespace neuron
