@@ -15,6 +15,12 @@ def synchronize():
         neuron_streams.synchronize()
 
 
+def drain():
+    """Wait, and drop the failure of a command that a test before has left behind."""
+    with contextlib.suppress(Exception):
+        synchronize()
+
+
 def gate():
     """A Gate on the current stream of the device."""
     return contextlib.nullcontext() if DEVICE == "cpu" else Gate()

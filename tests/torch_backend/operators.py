@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 
-SILENCE = 60.0  # seconds that a child may take for one operator, dtype and kind
+SILENCE = 300.0  # seconds that a child may take for one operator, dtype and kind
 
 
 def entries(pattern=""):
@@ -54,7 +54,8 @@ def child(pattern, share, shares, skip):
 class Run:
     """The whole database, in as many children at once as there are processors."""
 
-    def __init__(self, pattern="", shares=None):
+    def __init__(self, pattern="", shares=None, show=lambda line: None):
+        self._show = show
         self.shares = shares or os.cpu_count() or 1
         self.failures, self.calls, self.seconds = [], 0, 0.0
         self._lock = threading.Lock()
@@ -85,6 +86,7 @@ class Run:
                 if line is None:
                     process.kill()
                     break
+                self._show(line)
                 if "begin" in line:
                     at, skip = line["begin"], line["step"]
                 elif "failure" in line:
@@ -154,13 +156,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pattern", nargs="?", default="", help="a regular expression of names")
     parser.add_argument("--shares", type=int, help="how many processes; one a processor")
+    parser.add_argument("--verbose", action="store_true", help="show each step on stderr")
     parser.add_argument("--json", help="a file for all failures")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         pattern, *numbers = options.child
         child(pattern, *map(int, numbers))
-    run = Run(options.pattern, options.shares)
+    show = lambda line: print(json.dumps(line), file=sys.stderr, flush=True)  # noqa: E731
+    run = Run(options.pattern, options.shares, show if options.verbose else lambda line: None)
     print(table(run))
     if options.json:
         with open(options.json, "w") as file:

@@ -6,8 +6,10 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 from tests.torch_backend.checks import KINDS
 from tests.torch_backend.comparing import aliases, difference
+from tests.torch_backend.device import DEVICE
 from tests.torch_backend.exceptions import DIFFERENT, UNDEFINED, WAITING
 from tests.torch_backend.operators import Run, table
+from tests.torch_backend.watchdog import Watchdog
 
 WAITS = "waits for the stream"
 
@@ -74,3 +76,14 @@ def test_equal_is_no_difference():
 
 def test_a_shared_storage_is_seen():
     assert aliases([X[0], X.clone()], [torch.ones(1), X]) == [1, None]
+
+
+def test_a_call_that_waits_is_let_go_and_counted():
+    watchdog = Watchdog()
+    with watchdog.held():
+        x = torch.ones(3, device=DEVICE) + 1
+    assert not watchdog.waited
+    if DEVICE != "cpu":
+        with watchdog.held():
+            assert (x + 1).tolist() == [3.0] * 3
+        assert watchdog.waited

@@ -1,4 +1,4 @@
-"""`import neuron_streams` makes "neuron" a device name and nothing more; first use does the rest."""
+"""`import neuron_streams` makes "neuron" a device name and nothing more; first use does more."""
 
 import pytest
 
