@@ -23,7 +23,14 @@ import torch
 
 from neuron_streams import _dynamo
 from neuron_streams._runtime import extension, process
-from neuron_streams._runtime.port import CancelledError, Command, Failure, Runtime, Ticket
+from neuron_streams._runtime.port import (
+    CancelledError,
+    Command,
+    Failure,
+    Kind,
+    Runtime,
+    Ticket,
+)
 from neuron_streams.errors import AcceleratorError
 
 __all__ = [
@@ -71,7 +78,7 @@ class Context:
                 command.name = f"{command.name.partition(SUBMITTED)[0]}{SUBMITTED}{_caller()}"
             return
         if self.logging:
-            what = f"{type(command).__name__} {command.name!r} to neuron:{state.device}"
+            what = f"{Kind(command.kind).name.title()} {command.name!r} to neuron:{state.device}"
             log.debug("submit %s as %s, after %s", what, ticket, after)
         if self.blocking:
             self.runtime.wait(ticket)

@@ -20,7 +20,6 @@ import itertools
 import random
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -42,6 +41,7 @@ from neuron_streams._runtime.port import (
 __all__ = ["DeadlockError", "ManualRuntime"]
 
 OUTSTANDING = 1024  # commands per device before submit waits, as in CUDA
+TIMED = 1024  # timed markers per lane whose moment is remembered
 
 Order = Callable[[Sequence[int]], int]
 
@@ -86,7 +86,7 @@ class _Lane:
         self.pending: deque[_Entry] = deque()
         self.dependents: list[tuple[int, int, _Entry]] = []
         self.failures: list[tuple[int, Failure]] = []
-        self.timed: weakref.WeakValueDictionary[int, Command] = weakref.WeakValueDictionary()
+        self.timed: dict[int, Command] = {}  # the newest TIMED timed markers
 
 
 class _Device:
@@ -185,7 +185,7 @@ class ManualRuntime(Runtime):
             found = [f for value, f in lane.failures if since < value <= ticket.value]
             if lane.closing and not lane.pending and ticket.value >= lane.submitted:
                 self._lanes.pop(lane.id)
-            return tuple({id(f): f for f in found}.values())
+            return tuple({id(f.error): f for f in found}.values())
 
     def busy_intervals(self) -> Sequence[tuple[int, int, float, float, str]]:
         with self._lock:
@@ -221,6 +221,8 @@ class ManualRuntime(Runtime):
         self._devices[lane.device].outstanding += entry.counts
         if entry.command.timed:
             lane.timed[entry.value] = entry.command
+            if len(lane.timed) > TIMED:
+                del lane.timed[next(iter(lane.timed))]
         self._advance(lane)
         return entry.ticket
 
