@@ -400,10 +400,10 @@ void destroy(PyObject* self) {
 
 // What tells two objects over pointers apart: where they point to.
 template <class T>
-auto identity(const T& value) -> decltype(static_cast<const void*>(value.get())) {
-  return value.get();
+const void* identity(const T& value) {
+  if constexpr (requires { value.get(); }) return value.get();
+  else return nullptr;
 }
-inline const void* identity(...) { return nullptr; }
 
 template <class T>
 PyObject* compare(PyObject* a, PyObject* b, int operation) {
