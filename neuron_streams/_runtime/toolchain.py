@@ -101,7 +101,6 @@ def run(command: Sequence[str], made: Path | None = None) -> str:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that it can be stopped with all that it has started
         )
     except OSError as error:
         raise RuntimeError(f"{command[0]} cannot be run: {error.strerror or error}.") from error
@@ -152,15 +151,34 @@ _stopped: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
 
 
 def stop() -> None:
-    """End the compilers that run: an interrupt does not reach sessions of their own."""
+    """End the compilers that run: those of other threads would keep an interrupt waiting."""
     for process in list(_running):
         _stopped.add(process)
         _kill(process)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """End a compiler with all that it has started: `g++` is a driver of other programs.
+
+    They share our process group, so that whatever ends that, a terminal for one, ends them too.
+    """
+    started = _descendants(process.pid)
+    process.kill()
+    for pid in started:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = path.read_text(errors="replace").rpartition(")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(path.parent.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found[1:]
 
 
 def _abandon(process: subprocess.Popen[bytes]) -> None:

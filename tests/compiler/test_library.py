@@ -35,11 +35,12 @@ def commands(monkeypatch):
 
 @pytest.fixture
 def own_cache(monkeypatch, tmp_path):
-    """An empty cache, but for the headers, which take long."""
+    """An empty cache, but for the headers and the extension, which take long."""
     add = compile(add_one, [torch.ones(3)])  # so that there are headers
     shared, own = cache.cache_folder(), tmp_path / "cache"
     own.mkdir()
-    (own / "precompiled").symlink_to(shared / "precompiled", target_is_directory=True)
+    for kind in ("precompiled", "extension"):
+        (own / kind).symlink_to(shared / kind, target_is_directory=True)
     monkeypatch.setenv("NEURON_STREAMS_CACHE", str(own))
     return own, add
 

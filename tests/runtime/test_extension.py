@@ -106,6 +106,7 @@ print(*examine().advice)
 
 @needs_root
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_without_a_cache_streams_work_and_compile_says_why(tmp_path):
     with mounted(tmp_path / "cache", "mode=755,noexec") as folder:
         environment = {**os.environ, "NEURON_STREAMS_CACHE": str(folder)}
