@@ -46,6 +46,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--lazy", action="store_true", help="compile at first use, not at the start"
     )
     parser.add_argument("--drain-seconds", type=float, default=30.0, help="after SIGTERM")
+    parser.add_argument("--stall-seconds", type=float, default=30.0, help="for a client to go on")
     return parser.parse_args(argv)
 
 
@@ -74,6 +75,7 @@ def serve(loop: DecodeLoop, tokenizer: Tokenizer, name: str, options: argparse.N
             host=options.host,
             port=options.port,
             drain_seconds=options.drain_seconds,
+            stall_seconds=options.stall_seconds,
         )
         server.run()
 

@@ -20,9 +20,6 @@ __all__ = ["Server", "make_server"]
 
 logger = logging.getLogger(__name__)
 
-STALL_SECONDS = 30.0
-"""For which a client may take nothing of an answer, or not send all of a request's head."""
-
 GOODBYE_SECONDS = 5.0
 """In which clients can still take what is said to them when their requests are aborted."""
 
@@ -32,7 +29,13 @@ is with the kernel: a slow client may still be reading it then."""
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which waits for ever for a client that neither sends nor takes nor leaves."""
+    """uvicorn's, which waits for ever for a client that neither sends nor takes nor leaves.
+
+    Attributes:
+        stall_seconds: For which a client may take nothing of an answer, or send no whole head.
+    """
+
+    stall_seconds = 30.0
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -64,10 +67,10 @@ class Connection(H11Protocol):
 
     def _wait_for_head(self) -> None:
         if self._asking is None:
-            self._asking = self.loop.call_later(STALL_SECONDS, self._give_up)
+            self._asking = self.loop.call_later(self.stall_seconds, self._give_up)
 
     def _wait_for_room(self, left: int) -> None:
-        self._taking = self.loop.call_later(STALL_SECONDS, self._check_taken, left)
+        self._taking = self.loop.call_later(self.stall_seconds, self._check_taken, left)
 
     def _check_taken(self, before: int) -> None:
         left = self.transport.get_write_buffer_size()
@@ -77,7 +80,7 @@ class Connection(H11Protocol):
             self._give_up()
 
     def _give_up(self) -> None:
-        logger.warning("cut off %s, who stalled for %g s", self.client, STALL_SECONDS)
+        logger.warning("cut off %s, who stalled for %g s", self.client, self.stall_seconds)
         cut_off(self.transport)
 
 
@@ -141,6 +144,7 @@ def make_server(
     host: str = "127.0.0.1",
     port: int = 8000,
     drain_seconds: float = 30.0,
+    stall_seconds: float = Connection.stall_seconds,
     **options: Any,
 ) -> Server:
     """A server of an app with this door; `options` are those of `uvicorn.Config`."""
@@ -148,7 +152,7 @@ def make_server(
         app,
         host,
         port,
-        http=Connection,
+        http=type("Connection", (Connection,), {"stall_seconds": stall_seconds}),
         ws="none",
         lifespan="off",
         timeout_keep_alive=KEEP_ALIVE_SECONDS,

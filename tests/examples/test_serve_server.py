@@ -72,20 +72,23 @@ class ReaderOfNothing:
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/compl", b"GET / HTTP/1.1\r\nhost: x\r\n"])
-def test_a_client_that_does_not_ask_is_cut_off(monkeypatch, sent):
-    monkeypatch.setattr(module, "STALL_SECONDS", 0.05)
+def test_a_client_that_does_not_ask_is_cut_off(sent):
     door, engine = make_door(thread=True)
-    with engine, listening(door) as port, socket.create_connection(("127.0.0.1", port)) as client:
+    with (
+        engine,
+        listening(door, stall_seconds=0.05) as port,
+        socket.create_connection(("127.0.0.1", port)) as client,
+    ):
         client.sendall(sent)
         with contextlib.suppress(ConnectionResetError):
             assert client.recv(1) == b""
 
 
-def test_a_client_that_does_not_read_is_cut_off(monkeypatch):
-    monkeypatch.setattr(module, "STALL_SECONDS", 0.05)
+def test_a_client_that_does_not_read_is_cut_off():
     door, engine = make_door(thread=True)
+    options = {"drain_seconds": 1e6, "stall_seconds": 0.05}
     with engine:
-        with listening(door, drain_seconds=1e6) as port, ReaderOfNothing(port) as reader:
+        with listening(door, **options) as port, ReaderOfNothing(port) as reader:
             reader.wait_until_cut_off()
             assert b"[DONE]" not in reader.read()
         assert door.num_sequences == 0
@@ -95,12 +98,12 @@ def test_a_client_that_does_not_read_is_cut_off(monkeypatch):
 @pytest.fixture
 def connection(monkeypatch):
     """One whose timers go off as soon as the event loop runs; its transport notes what is done."""
-    monkeypatch.setattr(module, "STALL_SECONDS", 0.0)
     monkeypatch.setattr(module, "cut_off", lambda transport: transport.done.append("cut off"))
     loop = asyncio.new_event_loop()
     door, _ = make_door()
     config = uvicorn.Config(make_app(door), log_config=None, ws="none")
     made = Connection(config, ServerState(), {}, loop)
+    made.stall_seconds = 0.0
     made.connection_made(FakeTransport())
     yield made
     made.connection_lost(None)
