@@ -19,10 +19,11 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from examples.serve import warm_up
 from examples.serving import server as module
 from examples.serving.app import make_app
 from examples.serving.server import Connection
-from tests.examples.serving import MODEL, client_of, expected, listening, make_door
+from tests.examples.serving import MAX_LENGTH, MODEL, client_of, expected, listening, make_door
 
 ROOT = Path(__file__).parents[2]
 LARGE = {
@@ -294,6 +295,14 @@ def test_an_idle_server_ends_at_once():
         assert answer.choices[0].text == expected([1], 1)[2]
         process.stop(signal.SIGINT)
         assert process.code() == 130
+
+
+def test_what_requests_need_is_compiled_by_requests():
+    _, engine = make_door(thread=True)
+    with engine:
+        warm_up(engine, MAX_LENGTH)
+        assert engine.stats.generated_tokens == 6  # greedy, sampled and with log-probabilities
+        assert engine.unfinished_request_ids == ()
 
 
 def test_a_model_that_is_not_there_is_one_sentence():
