@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils import backend_registration
 
 from neuron_streams import _dynamo
 from neuron_streams._runtime import extension, process
@@ -198,9 +199,9 @@ def register_name(module: Any) -> None:
     """Make "neuron" the name of a device, and nothing more, unless another package has done so."""
     if torch._C._get_privateuse1_backend_name() != "privateuseone" or hasattr(torch, "neuron"):
         return
-    torch.utils.rename_privateuse1_backend("neuron")
-    torch._register_device_module("neuron", module)
-    torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
+    backend_registration.rename_privateuse1_backend("neuron")
+    torch._register_device_module("neuron", module)  # type: ignore[no-untyped-call]
+    backend_registration.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
 
 
 def _check_name() -> None:

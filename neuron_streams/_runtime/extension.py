@@ -100,7 +100,9 @@ def build() -> Path:
             "extension", key, name, functools.partial(_compile_kept, compiler), toolchain.loads
         )
     except RuntimeError as error:
-        raise NoExtensionError(f"The extension of neuron_streams does not compile. {error}") from error
+        raise NoExtensionError(
+            f"The extension of neuron_streams does not compile. {error}"
+        ) from error
 
 
 def _build_for_this_process(reason: cache.CacheError) -> Path:
