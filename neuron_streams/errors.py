@@ -6,6 +6,7 @@ import torch
 
 from neuron_streams._runtime.manual import DeadlockError as DeadlockError
 from neuron_streams._runtime.port import CancelledError as CancelledError
+from neuron_streams._runtime.process import FORKED as FORKED
 
 __all__ = [
     "AbsentError",
