@@ -15,7 +15,7 @@ from tests.torch_backend.watchdog import Watchdog
 
 DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64, torch.bfloat16)
 SAMPLES = 3
-# The database seeds its random operators and puts the state back: it is how one sees which they are.
+# The database seeds its random operators and puts the state back, which hides that they are random.
 database.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
 KINDS = ("forward", "inplace", "out", "gradient", "error")
 
