@@ -20,7 +20,9 @@ import torch
 
 from benchmarks.report import Row, percentile
 from models.busy import spin
-from neuron_streams._runtime.port import Execute, Runtime, Ticket, View
+from neuron_streams._runtime.port import Ticket
+from neuron_streams.context import context, core
+from neuron_streams.testing import use_runtime
 from tests.runtime.nrt.doubled import ABIS, DoubleRuntime, payload
 
 STEPS, SECONDS = 200, 0.001
@@ -34,21 +36,22 @@ class Chain:
     """Executions of six inputs, each of which reads what the one before made."""
 
     def __init__(self, runtime: Any, seconds: float) -> None:
-        self.runtime: Runtime = runtime
+        self.runtime = runtime
         self.lane = self.runtime.open_lane(0)
         self.handle = self.runtime.load(payload("sum", INPUTS, {"y": 256}, seconds), 0)
         self.views = [self._view() for _ in INPUTS]
         for view in self.views:
-            view.buffer.fill(torch.zeros(256))
+            view.on_host().zero_()
 
-    def _view(self) -> View:
-        return View(self.runtime.allocate(0, 1024), torch.float32, (256,), (1,))
+    def _view(self) -> Any:
+        return core().View(context().port.allocate(0, 1024), torch.float32, (256,), (1,))
 
     def step(self) -> Ticket:
         made = self._view()
-        command = Execute(self.handle, self.views, [made.buffer])
+        command = core().Execute(self.handle, self.views, [made])
         self.views = [made, *self.views[1:]]
-        return self.runtime.submit(self.lane, command)
+        ticket: Ticket = self.runtime.submit(self.lane, command)
+        return ticket
 
 
 def idle_rows(who: str, runtime: Any, budget: float | None) -> Iterator[Row]:
@@ -85,14 +88,12 @@ def naive(runtime: Any) -> None:
 
 def rows_of_idle(abi: str) -> Iterator[Row]:
     for host, budget in BUDGETS.items():
-        runtime = DoubleRuntime(1, abi)
-        chain(runtime, host)
-        yield from idle_rows(f"SDK {abi}, host {host}", runtime, budget)
-        runtime.close()
-    runtime = DoubleRuntime(1, abi)
-    naive(runtime)
-    yield from idle_rows(f"SDK {abi}, a loop that waits for each", runtime, None)
-    runtime.close()
+        with use_runtime(DoubleRuntime(1, abi)) as runtime:
+            chain(runtime, host)
+            yield from idle_rows(f"SDK {abi}, host {host}", runtime, budget)
+    with use_runtime(DoubleRuntime(1, abi)) as runtime:
+        naive(runtime)
+        yield from idle_rows(f"SDK {abi}, a loop that waits for each", runtime, None)
 
 
 def best(call: Callable[[], object], after: Callable[[], object]) -> float:
@@ -109,46 +110,47 @@ def best(call: Callable[[], object], after: Callable[[], object]) -> float:
 
 def rows_of_cost(abi: str) -> Iterator[Row]:
     for what, in_flight in (("scheduled at once", 63), ("behind others", 1)):
-        runtime = DoubleRuntime(1, abi, in_flight=in_flight)
-        runtime.double.set_depth(2 * CALLS)
-        steps, double = Chain(runtime, 0.0), runtime.double
-        double.hold(0, double.compute, 0)
-        if in_flight == 1:
-            steps.step()
-
-        def let_go(steps: Chain = steps, double: Any = double) -> None:
-            double.release(0, double.compute, 0, -1)
-            steps.runtime.wait(Ticket(steps.lane, steps.runtime.submitted(steps.lane)))
+        with use_runtime(DoubleRuntime(1, abi, in_flight=in_flight)) as runtime:
+            double, steps = runtime.double, Chain(runtime, 0.0)
+            double.set_depth(2 * CALLS)
             double.hold(0, double.compute, 0)
+            if in_flight == 1:
+                steps.step()
 
-        yield Row(f"submit, 6 tensors, SDK {abi}, {what}", best(steps.step, let_go), "us")
-        double.release(0, double.compute, 0, -1)
-        runtime.close()
+            def let_go(steps: Chain = steps, double: Any = double) -> None:
+                double.release(0, double.compute, 0, -1)
+                last = steps.runtime.submitted(steps.lane)
+                steps.runtime.wait(Ticket(steps.lane, last))
+                double.hold(0, double.compute, 0)
+
+            yield Row(f"submit, 6 tensors, SDK {abi}, {what}", best(steps.step, let_go), "us")
+            double.release(0, double.compute, 0, -1)
 
 
 def rows_of_waiters(abi: str) -> Iterator[Row]:
     """Many threads wait for one execution: how long until the last of them is awake."""
-    runtime, late, registered = DoubleRuntime(1, abi), [], 0
-    steps, double = Chain(runtime, 0.0), runtime.double
-    for _ in range(TURNS):
-        double.hold(0, double.compute, 0)
-        before = double.count("registered") + double.count("handles")
-        ticket, awake = steps.step(), list[float]()
+    with use_runtime(DoubleRuntime(1, abi)) as runtime:
+        late, registered = [], 0
+        steps, double = Chain(runtime, 0.0), runtime.double
+        for _ in range(TURNS):
+            double.hold(0, double.compute, 0)
+            before = double.count("registered") + double.count("handles")
+            ticket, awake = steps.step(), list[float]()
 
-        def wait(ticket: Ticket = ticket, awake: list[float] = awake) -> None:
-            runtime.wait(ticket)
-            awake.append(time.monotonic())
+            def wait(ticket: Ticket = ticket, awake: list[float] = awake) -> None:
+                runtime.wait(ticket)
+                awake.append(time.monotonic())
 
-        threads = [threading.Thread(target=wait) for _ in range(WAITERS)]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.01)
-        double.release(0, double.compute, 0, -1)
-        for thread in threads:
-            thread.join()
-        late.append((max(awake) - double.history()[-1].ended) * 1e3)
-        registered = max(registered, double.count("registered") + double.count("handles") - before)
-    runtime.close()
+            threads = [threading.Thread(target=wait) for _ in range(WAITERS)]
+            for thread in threads:
+                thread.start()
+            time.sleep(0.01)
+            double.release(0, double.compute, 0, -1)
+            for thread in threads:
+                thread.join()
+            late.append((max(awake) - double.history()[-1].ended) * 1e3)
+            after = double.count("registered") + double.count("handles")
+            registered = max(registered, after - before)
     median = statistics.median(late)
     beside = f"worst {max(late):.2f}, {registered} registrations at most"
     yield Row(f"{WAITERS} waiters awake, SDK {abi}", median, "ms", "<= 1", median <= 1, beside)
