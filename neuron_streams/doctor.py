@@ -17,6 +17,7 @@ import torch
 
 from neuron_streams._runtime import cache, process, toolchain
 from neuron_streams._runtime.emulated import EmulatedRuntime
+from neuron_streams._runtime.nrt.survey import Survey, survey
 from neuron_streams._runtime.port import Runtime
 from neuron_streams.device import get_device_name, init, is_initialized
 
@@ -39,6 +40,7 @@ class Report:
     c_compiler: str | None
     cache_folder: str
     cache_bytes: int
+    neuron: str
     native_streams: bool
     threads: int
     advice: list[str]
@@ -57,6 +59,7 @@ class Report:
             f"C++ compiler    {self.cxx_compiler or 'none'}",
             f"C compiler      {self.c_compiler or 'none'}",
             f"cache           {self.cache_folder} ({self.cache_bytes / 1e6:.1f} MB)",
+            f"Neuron          {self.neuron}",
             f"native streams  {'torch.neuron is there' if self.native_streams else 'no'}",
             f"threads         {self.threads} per kernel",
         ]
@@ -69,6 +72,7 @@ def examine() -> Report:
     native = has_native_streams()
     cxx, cc = _shown(toolchain.cxx_compiler()), _shown(toolchain.c_compiler())
     folder = cache.location()
+    neuron = survey()
     init()
     runtime = process.runtime()
     return Report(
@@ -82,9 +86,10 @@ def examine() -> Report:
         c_compiler=cc,
         cache_folder=str(folder),
         cache_bytes=_size_of(folder),
+        neuron=str(neuron),
         native_streams=native,
         threads=torch.get_num_threads(),
-        advice=list(_advice(native, cxx, cc)),
+        advice=[*_advice(native, cxx, cc), *_advice_on(neuron)],
     )
 
 
@@ -130,6 +135,17 @@ def _size_of(folder: Path) -> int:
     return total
 
 
+def _advice_on(neuron: Survey) -> list[str]:
+    """Only where there is something of the Neuron stack: most machines have none and need none."""
+    if not neuron.driver:
+        return []
+    return [
+        *neuron.missing,
+        "There is a Neuron device: NEURON_STREAMS_RUNTIME=nrt drives it, which was never tried on "
+        "hardware",
+    ]
+
+
 def _advice(native: bool, cxx: str | None, cc: str | None) -> list[str]:
     advice = []
     if native:
@@ -146,8 +162,6 @@ def _advice(native: bool, cxx: str | None, cc: str | None) -> list[str]:
             "Install cc: without a C compiler the device starts its next command only when Python "
             "lets go of the GIL"
         )
-    if Path("/dev/neuron0").exists():
-        advice.append("There is a Neuron device, which this version does not drive yet")
     try:
         with cache.scratch() as folder:
             (folder / "probe").write_bytes(bytes(1 << 20))

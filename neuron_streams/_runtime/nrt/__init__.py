@@ -11,6 +11,7 @@
     notice.py    how completion is noticed: eventfds, polling or handles
     order.py     which command may be given to which queue, and when
     progress.py  giving commands to queues, and ending them as they complete
+    survey.py    what of the Neuron stack is on this machine
     runtime.py   the runtime: its thread, memory and end
 
 Proved against a test double of libnrt; none of it has run on a Neuron device yet.
