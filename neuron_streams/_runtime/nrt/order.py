@@ -237,3 +237,37 @@ class Order(Lanes):
 
     def _awaited_by(self, head: Entry) -> Ticket | None:
         return next((t for t in cast("Step", head).waits if self.is_pending(t)), None)
+
+    # -- waiting ----------------------------------------------------------------------------
+
+    def _complete(self, entry: Entry) -> list[Lane]:
+        moved = super()._complete(entry)
+        waiters = cast("NrtLane", entry.lane).waiters
+        while waiters and waiters[0][0] <= entry.value:
+            heapq.heappop(waiters)[2].release()
+        return moved
+
+    def _wait(self, ticket: Ticket, timeout: float | None) -> None:
+        """Wait on a lock that the completion releases; called without the lock of the lanes."""
+        lane = cast("NrtLane | None", self._lanes.get(ticket.lane))
+        if lane is None:
+            return
+        waiter = threading.Lock()
+        waiter.acquire()
+        with self._lock:
+            if lane.completed >= ticket.value:
+                return
+            heapq.heappush(lane.waiters, (ticket.value, next(self._order), waiter))
+        done = False
+        try:
+            done = waiter.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
+        finally:
+            if not done:
+                with self._lock:
+                    lane.waiters = [item for item in lane.waiters if item[2] is not waiter]
+                    heapq.heapify(lane.waiters)
+        if not done and lane.completed < ticket.value:
+            raise TimeoutError(
+                f"wait: after {timeout} s lane {ticket.lane} has completed {lane.completed} of the "
+                f"{ticket.value} commands waited for; the next is {self._describe_head(lane)}"
+            )

@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
-from neuron_streams._runtime.lanes import OUTSTANDING, Device, Entry, Lane, failure_of
+from neuron_streams._runtime.lanes import OUTSTANDING, Device, failure_of
 from neuron_streams._runtime.nrt.lib import Library
 from neuron_streams._runtime.nrt.notice import Notice
-from neuron_streams._runtime.nrt.order import ALONE, NrtLane, Order, Step
+from neuron_streams._runtime.nrt.order import ALONE, Order, Step
 from neuron_streams._runtime.nrt.queue import NEVER_WRITTEN, Queue, Request
 from neuron_streams._runtime.nrt.requests import Requests, Route
 from neuron_streams._runtime.nrt.status import DeviceLostError, NrtError, Status, error_of
-from neuron_streams._runtime.port import Copy, Execute, Failure, Kind, Ticket
+from neuron_streams._runtime.port import Copy, Execute, Failure, Kind
 
 __all__ = ["Progress", "Statistics"]
 
@@ -181,40 +181,6 @@ class Progress(Order):
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (time.perf_counter() + seconds, next(self._order), action))
         self._notice.wake()
-
-    # -- waiting ----------------------------------------------------------------------------
-
-    def _complete(self, entry: Entry) -> list[Lane]:
-        moved = super()._complete(entry)
-        waiters = cast("NrtLane", entry.lane).waiters
-        while waiters and waiters[0][0] <= entry.value:
-            heapq.heappop(waiters)[2].release()
-        return moved
-
-    def _wait(self, ticket: Ticket, timeout: float | None) -> None:
-        """Wait on a lock that the completion releases; called without the lock of the lanes."""
-        lane = cast("NrtLane | None", self._lanes.get(ticket.lane))
-        if lane is None:
-            return
-        waiter = threading.Lock()
-        waiter.acquire()
-        with self._lock:
-            if lane.completed >= ticket.value:
-                return
-            heapq.heappush(lane.waiters, (ticket.value, next(self._order), waiter))
-        done = False
-        try:
-            done = waiter.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
-        finally:
-            if not done:
-                with self._lock:
-                    lane.waiters = [item for item in lane.waiters if item[2] is not waiter]
-                    heapq.heapify(lane.waiters)
-        if not done and lane.completed < ticket.value:
-            raise TimeoutError(
-                f"wait: after {timeout} s lane {ticket.lane} has completed {lane.completed} of the "
-                f"{ticket.value} commands waited for; the next is {self._describe_head(lane)}"
-            )
 
     # -- ending -----------------------------------------------------------------------------
 
