@@ -77,6 +77,7 @@ class NrtRuntime(Progress):
         self._models: list[Model] = []
         self._inside = _Inside()
         self._thread: threading.Thread | None = None
+        self._dropping = threading.RLock()
         self._pid = os.getpid()
 
     @property
@@ -122,15 +123,22 @@ class NrtRuntime(Progress):
         with self._lock:
             while self._moving and not self._closed:
                 self._idle.wait(0.1)
-        self._drop()
+        self._drop(wait=True)
 
     def _is_inside(self) -> bool:
         return self._inside.here or super()._is_inside()
 
-    def _drop(self) -> None:
-        """Let go of what has completed; with it, memory comes back."""
-        self._spent.clear()
-        self._tidy()
+    def _drop(self, wait: bool = False) -> None:
+        """Let go of what has completed, and with it of memory; `wait` for who is at it already.
+
+        It may run destructors of users, so only who needs the memory waits.
+        """
+        if self._dropping.acquire(blocking=wait):
+            try:
+                self._spent.clear()
+                self._tidy()
+            finally:
+                self._dropping.release()
 
     def load(self, payload: Payload, device: int) -> Model:
         model = Model.load(self._library, payload, device)

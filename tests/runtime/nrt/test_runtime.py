@@ -83,7 +83,7 @@ def loaded(streams, kernel, inputs, outputs, mutated=()):
     aliases = dict.fromkeys(mutated, "y")
     handle = runtime.load(payload(kernel, inputs, outputs, aliases=aliases), 0)
     forms = [[(torch.float32, (n,), (1,)) for n in x.values()] for x in (inputs, outputs)]
-    return core().Loaded(kernel, forms[0], [] if mutated else forms[1], mutated, 0, handle)
+    return core().Loaded(kernel, forms[0], [] if mutated else forms[1], mutated, 0, handle).call
 
 
 def test_executables_take_tensors_of_both_sides(streams):
