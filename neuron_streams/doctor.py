@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from neuron_streams._runtime import cache, process, toolchain
+from neuron_streams._runtime.nrt.survey import Survey, survey
 from neuron_streams.device import get_device_name, init, is_initialized
 
 __all__ = ["Report", "examine"]
@@ -35,6 +36,7 @@ class Report:
     cxx_compiler: str | None
     cache_folder: str
     cache_bytes: int
+    neuron: str
     native_streams: bool
     threads: int
     advice: list[str]
@@ -51,6 +53,7 @@ class Report:
             *(f"{name:15} {version}" for name, version in found.items()),
             f"C++ compiler    {self.cxx_compiler or 'none'}",
             f"cache           {self.cache_folder} ({self.cache_bytes / 1e6:.1f} MB)",
+            f"Neuron          {self.neuron}",
             f"native streams  {'torch.neuron is there' if self.native_streams else 'no'}",
             f"threads         {self.threads} per kernel",
         ]
@@ -63,6 +66,7 @@ def examine() -> Report:
     native = has_native_streams()
     cxx = _shown(toolchain.cxx_compiler())
     folder = cache.location()
+    neuron = survey()
     init()
     runtime = process.runtime()
     return Report(
@@ -74,9 +78,10 @@ def examine() -> Report:
         cxx_compiler=cxx,
         cache_folder=str(folder),
         cache_bytes=_size_of(folder),
+        neuron=str(neuron),
         native_streams=native,
         threads=torch.get_num_threads(),
-        advice=list(_advice(native, cxx)),
+        advice=[*_advice(native, cxx), *_advice_on(neuron)],
     )
 
 
@@ -116,6 +121,17 @@ def _size_of(folder: Path) -> int:
     return total
 
 
+def _advice_on(neuron: Survey) -> list[str]:
+    """Only where there is something of the Neuron stack: most machines have none and need none."""
+    if not neuron.driver:
+        return []
+    return [
+        *neuron.missing,
+        "There is a Neuron device: NEURON_STREAMS_RUNTIME=nrt drives it, which was never tried on "
+        "hardware",
+    ]
+
+
 def _advice(native: bool, cxx: str | None) -> list[str]:
     advice = []
     if native:
@@ -127,8 +143,6 @@ def _advice(native: bool, cxx: str | None) -> list[str]:
             "Install g++ (or set CXX), or set NEURON_STREAMS_CACHE to a folder that "
             "`neuron-streams build` has filled elsewhere: the device and executables are compiled"
         )
-    if Path("/dev/neuron0").exists():
-        advice.append("There is a Neuron device, which this version does not drive yet")
     try:
         with cache.scratch() as folder:
             (folder / "probe").write_bytes(bytes(1 << 20))

@@ -1,6 +1,6 @@
 """The one runtime of this process: chosen once, refused after a fork, closed before the end.
 
-`NEURON_STREAMS_RUNTIME` chooses: `auto` (nrt where libnrt and a device are, else emulated),
+`NEURON_STREAMS_RUNTIME` chooses: `auto` (emulated, as long as nrt has not run on hardware),
 `emulated`, `manual`, `nrt`. A reason of its own: streams, events and executables all ask for the
 runtime, and none of them should know how it came to be.
 """
@@ -57,7 +57,7 @@ def why() -> str:
     asked = chosen()
     if asked != "auto":
         return f"NEURON_STREAMS_RUNTIME={asked}"
-    return "no Neuron device is driven from here yet, so the CPU plays it"
+    return "the CPU plays the device; NEURON_STREAMS_RUNTIME=nrt drives one, untried on hardware"
 
 
 def _device_count() -> int:
@@ -70,16 +70,15 @@ def _device_count() -> int:
 
 
 def create(name: str) -> Runtime:
-    """A new runtime of a kind; `auto` is the emulated one until nrt drives hardware."""
+    """A new runtime of a kind; `auto` is the emulated one until nrt was seen to drive hardware."""
     if name in ("auto", "emulated"):
         return EmulatedRuntime(_device_count())
     if name == "manual":
         return ManualRuntime(_device_count())
     if name == "nrt":
-        raise RuntimeError(
-            "NEURON_STREAMS_RUNTIME=nrt asks for libnrt, which this version does not drive yet; "
-            "use emulated, which runs everything on this machine's CPU"
-        )
+        from neuron_streams._runtime.nrt.runtime import NrtRuntime
+
+        return NrtRuntime()
     raise ValueError(f"init: {name!r} names no runtime; use auto, emulated, manual or nrt")
 
 

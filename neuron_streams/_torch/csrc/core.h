@@ -100,6 +100,7 @@ class Buffer : public c10::intrusive_ptr_target {
   ~Buffer() override;
 
   void* data() const { return data_; }
+  bool reachable() const { return data_ != nullptr || nbytes_ == 0; } // by the host, directly
   size_t nbytes() const { return nbytes_; }
   c10::DeviceIndex device() const { return device_; }
   const PortPtr& port() const { return port_; }
@@ -185,7 +186,8 @@ struct Port : c10::intrusive_ptr_target {
   virtual std::vector<int64_t> lanes(int device) = 0;
   virtual std::vector<FailurePtr> failures(Ticket, int64_t since) = 0;
   virtual void add_failure(Ticket, FailurePtr) = 0;
-  // Memory of a device. `peer` of the buffer may keep what the runtime needs to free it.
+  // Memory of a device; null where the host cannot reach it: commands can. `peer` of the buffer may
+  // keep what the runtime needs to free it.
   virtual void* allocate(Buffer&, size_t nbytes);
   virtual void release(Buffer&, void* data);
 

@@ -369,6 +369,7 @@ void add_values(PyObject* m) {
       {property<[](BufferPtr& b) { return int(b->device()); }>("device"),
        property<[](BufferPtr& b) { return b->nbytes(); }>("nbytes"),
        property<[](BufferPtr& b) { return PyLong_FromVoidPtr(b->data()); }>("address"),
+       property<[](BufferPtr& b) { return Py_NewRef(b->peer ? b->peer : Py_None); }>("peer"),
        property<[](BufferPtr& b) { return noted_ticket(b->writer()); }>("writer"),
        property<[](BufferPtr& b) { return b->named.load(); }>("named"),
        property<[](BufferPtr& b) { return b->failure(); }>("failure")});
@@ -381,7 +382,8 @@ void add_values(PyObject* m) {
        property<[](Window& w) { return numbers(w.geometry.strides_arrayref()); }>("stride"),
        property<[](Window& w) { return w.offset; }>("offset"),
        property<[](Window& w) { return w.nbytes(); }>("nbytes"),
-       property<[](Window& w) { return w.whole(); }>("whole")});
+       property<[](Window& w) { return w.whole(); }>("whole"),
+       property<[](Window& w) { return w.conj || w.neg; }>("lazy")});
 }
 
 // A view of a device tensor, or of a buffer: dtype, size, stride, offset in elements.
