@@ -238,7 +238,7 @@ class StreamsMachine(RuleBasedStateMachine):
         return Work(lane, index, lane.clock, None, False, poisoned, traceless=True)
 
     @rule(lane=lanes, a=values, b=values, target=values)
-    def add(self, lane, a, b):
+    def sum_of(self, lane, a, b):
         assume(a.device == b.device == lane.device)
         work = self.operate(lane, [a, b], None)
         with neuron_streams.stream(lane.stream):
