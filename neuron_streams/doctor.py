@@ -10,15 +10,14 @@ import importlib.metadata
 import os
 import platform
 import shlex
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from neuron_streams._runtime import cache, process, toolchain
-from neuron_streams._runtime.emulated import EmulatedRuntime
-from neuron_streams._runtime.port import Runtime
-from neuron_streams.device import get_device_name, init, is_initialized
+from neuron_streams._runtime import cache, extension, process, toolchain
+from neuron_streams.device import get_device_name, init
 
 __all__ = ["Report", "examine"]
 
@@ -31,12 +30,11 @@ class Report:
 
     runtime: str
     why: str
-    worker: str
     devices: list[str]
     implicit_waits: bool
     versions: dict[str, str | None]
     cxx_compiler: str | None
-    c_compiler: str | None
+    extension: str
     cache_folder: str
     cache_bytes: int
     native_streams: bool
@@ -50,12 +48,11 @@ class Report:
         found = {name: version or "not installed" for name, version in self.versions.items()}
         lines = [
             f"runtime         {self.runtime}: {self.why}",
-            f"workers         {self.worker}",
             f"devices         {len(self.devices)}: {', '.join(self.devices)}",
             f"implicit waits  {'on' if self.implicit_waits else 'off'}",
             *(f"{name:15} {version}" for name, version in found.items()),
             f"C++ compiler    {self.cxx_compiler or 'none'}",
-            f"C compiler      {self.c_compiler or 'none'}",
+            f"extension       {self.extension}",
             f"cache           {self.cache_folder} ({self.cache_bytes / 1e6:.1f} MB)",
             f"native streams  {'torch.neuron is there' if self.native_streams else 'no'}",
             f"threads         {self.threads} per kernel",
@@ -67,35 +64,24 @@ class Report:
 def examine() -> Report:
     """Look at this machine. Starts the runtime. Host: waits for it and for a look at the disk."""
     native = has_native_streams()
-    cxx, cc = _shown(toolchain.cxx_compiler()), _shown(toolchain.c_compiler())
+    cxx = toolchain.cxx_compiler()
     folder = cache.location()
     init()
     runtime = process.runtime()
     return Report(
         runtime=runtime.name,
         why=process.why(),
-        worker=_worker(runtime),
         devices=[f"neuron:{i} {get_device_name(i)}" for i in range(runtime.device_count())],
         implicit_waits=os.environ.get("NEURON_STREAMS_IMPLICIT_WAITS", "1") != "0",
         versions=_versions(),
-        cxx_compiler=cxx,
-        c_compiler=cc,
+        cxx_compiler=None if cxx is None else shlex.join(cxx),
+        extension=extension.load().__file__,
         cache_folder=str(folder),
         cache_bytes=_size_of(folder),
         native_streams=native,
         threads=torch.get_num_threads(),
-        advice=list(_advice(native, cxx, cc)),
+        advice=list(_advice(native, cxx is not None)),
     )
-
-
-def _shown(command: tuple[str, ...] | None) -> str | None:
-    return None if command is None else shlex.join(command)
-
-
-def _worker(runtime: Runtime) -> str:
-    if isinstance(runtime, EmulatedRuntime):
-        return f"{runtime.worker}: {runtime.why}"
-    return "none: the runtime needs no threads of ours"
 
 
 def has_native_streams() -> bool:
@@ -103,7 +89,7 @@ def has_native_streams() -> bool:
 
     Every stub fails this without raising: its streams all have the id 0.
     """
-    if is_initialized() or not hasattr(torch, "neuron"):
+    if getattr(torch, "neuron", None) in (None, sys.modules["neuron_streams"]):
         return False
     try:
         first, second = torch.Stream("neuron"), torch.Stream("neuron")
@@ -130,21 +116,16 @@ def _size_of(folder: Path) -> int:
     return total
 
 
-def _advice(native: bool, cxx: str | None, cc: str | None) -> list[str]:
+def _advice(native: bool, compiler: bool) -> list[str]:
     advice = []
     if native:
         advice.append(
             "Native streams are here: replace `neuron_streams` by `torch.neuron` and uninstall this"
         )
-    if cxx is None:
+    if not compiler:
         advice.append(
             "Install g++ (or set CXX): without a C++ compiler executables run as exported programs,"
             " with the same results, slower and holding the GIL"
-        )
-    elif cc is None:
-        advice.append(
-            "Install cc: without a C compiler the device starts its next command only when Python "
-            "lets go of the GIL"
         )
     if Path("/dev/neuron0").exists():
         advice.append("There is a Neuron device, which this version does not drive yet")

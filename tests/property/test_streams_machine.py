@@ -186,7 +186,7 @@ class StreamsMachine(RuleBasedStateMachine):
             ahead = [(r, lane.clock.get(r.lane.number, 0)) for r in reads]
             reads = [r for r, upto in ahead if upto >= r.index]
         index = len(lane.commands) + 1
-        output = self.runtime.allocate(lane.device, 8)
+        output = context().port.allocate(lane.device, 8)
         inputs = [view_of(r.output) for r in reads]
         lane.clock = join(lane.clock, *(r.clock for r in reads), {lane.number: index})
         poisoned = any(not r.runs_well for r in reads)
