@@ -10,14 +10,15 @@ import importlib.metadata
 import os
 import platform
 import shlex
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from neuron_streams._runtime import cache, process, toolchain
+from neuron_streams._runtime import cache, extension, process, toolchain
 from neuron_streams._runtime.nrt.survey import Survey, survey
-from neuron_streams.device import get_device_name, init, is_initialized
+from neuron_streams.device import get_device_name, init
 
 __all__ = ["Report", "examine"]
 
@@ -34,6 +35,7 @@ class Report:
     implicit_waits: bool
     versions: dict[str, str | None]
     cxx_compiler: str | None
+    extension: str
     cache_folder: str
     cache_bytes: int
     neuron: str
@@ -52,6 +54,7 @@ class Report:
             f"implicit waits  {'on' if self.implicit_waits else 'off'}",
             *(f"{name:15} {version}" for name, version in found.items()),
             f"C++ compiler    {self.cxx_compiler or 'none'}",
+            f"extension       {self.extension}",
             f"cache           {self.cache_folder} ({self.cache_bytes / 1e6:.1f} MB)",
             f"Neuron          {self.neuron}",
             f"native streams  {'torch.neuron is there' if self.native_streams else 'no'}",
@@ -64,7 +67,7 @@ class Report:
 def examine() -> Report:
     """Look at this machine. Starts the runtime. Host: waits for it and for a look at the disk."""
     native = has_native_streams()
-    cxx = _shown(toolchain.cxx_compiler())
+    cxx = toolchain.cxx_compiler()
     folder = cache.location()
     neuron = survey()
     init()
@@ -75,18 +78,15 @@ def examine() -> Report:
         devices=[f"neuron:{i} {get_device_name(i)}" for i in range(runtime.device_count())],
         implicit_waits=os.environ.get("NEURON_STREAMS_IMPLICIT_WAITS", "1") != "0",
         versions=_versions(),
-        cxx_compiler=cxx,
+        cxx_compiler=None if cxx is None else shlex.join(cxx),
+        extension=extension.load().__file__,
         cache_folder=str(folder),
         cache_bytes=_size_of(folder),
         neuron=str(neuron),
         native_streams=native,
         threads=torch.get_num_threads(),
-        advice=[*_advice(native, cxx), *_advice_on(neuron)],
+        advice=[*_advice(native, cxx is not None), *_advice_on(neuron)],
     )
-
-
-def _shown(command: tuple[str, ...] | None) -> str | None:
-    return None if command is None else shlex.join(command)
 
 
 def has_native_streams() -> bool:
@@ -94,7 +94,7 @@ def has_native_streams() -> bool:
 
     Every stub fails this without raising: its streams all have the id 0.
     """
-    if is_initialized() or not hasattr(torch, "neuron"):
+    if getattr(torch, "neuron", None) in (None, sys.modules["neuron_streams"]):
         return False
     try:
         first, second = torch.Stream("neuron"), torch.Stream("neuron")
@@ -132,13 +132,13 @@ def _advice_on(neuron: Survey) -> list[str]:
     ]
 
 
-def _advice(native: bool, cxx: str | None) -> list[str]:
+def _advice(native: bool, compiler: bool) -> list[str]:
     advice = []
     if native:
         advice.append(
             "Native streams are here: replace `neuron_streams` by `torch.neuron` and uninstall this"
         )
-    if cxx is None:
+    if not compiler:
         advice.append(
             "Install g++ (or set CXX), or set NEURON_STREAMS_CACHE to a folder that "
             "`neuron-streams build` has filled elsewhere: the device and executables are compiled"

@@ -38,6 +38,7 @@ from neuron_streams.testing import DeadlockError, EmulatedRuntime, Gate, ManualR
 from tests.runtime.commands import view_of
 
 Clock = dict[int, int]
+picks = st.integers(0, 5)
 
 
 def join(*clocks: Clock) -> Clock:
@@ -186,7 +187,7 @@ class StreamsMachine(RuleBasedStateMachine):
             ahead = [(r, lane.clock.get(r.lane.number, 0)) for r in reads]
             reads = [r for r, upto in ahead if upto >= r.index]
         index = len(lane.commands) + 1
-        output = self.runtime.allocate(lane.device, 8)
+        output = context().port.allocate(lane.device, 8)
         inputs = [view_of(r.output) for r in reads]
         lane.clock = join(lane.clock, *(r.clock for r in reads), {lane.number: index})
         poisoned = any(not r.runs_well for r in reads)
@@ -237,9 +238,14 @@ class StreamsMachine(RuleBasedStateMachine):
             read.uses.append(lane.clock)
         return Work(lane, index, lane.clock, None, False, poisoned, traceless=True)
 
-    @rule(lane=lanes, a=values, b=values, target=values)
-    def add(self, lane, a, b):
-        assume(a.device == b.device == lane.device)
+    def beside(self, pick: int, value: Value, *others: Value) -> tuple[Lane | Value, ...]:
+        """A stream of a tensor's device, and tensors of that device in the place of others."""
+        here = [lane for lane in self.all if lane.device == value.device]
+        return here[pick % len(here)], *(x if x.device == value.device else value for x in others)
+
+    @rule(pick=picks, a=values, b=values, target=values)
+    def sum_of(self, pick, a, b):
+        lane, b = self.beside(pick, a, b)
         work = self.operate(lane, [a, b], None)
         with neuron_streams.stream(lane.stream):
             tensor = a.tensor + b.tensor
@@ -247,10 +253,10 @@ class StreamsMachine(RuleBasedStateMachine):
         now = None if work.poisoned else [x + y for x, y in zip(a.now, b.now, strict=True)]
         return self.noted(lane, work, Value(tensor, lane.device, [(work, now)]))
 
-    @rule(lane=lanes, a=values, b=values, factor=st.sampled_from([2.0, -1.0]))
-    def update_in_place(self, lane, a, b, factor):
+    @rule(pick=picks, a=values, b=values, factor=st.sampled_from([2.0, -1.0]))
+    def update_in_place(self, pick, a, b, factor):
         """Half of one with the other: `a[1:].add_(b[:1])`, then all of it times a factor."""
-        assume(a.device == b.device == lane.device)
+        lane, b = self.beside(pick, a, b)
         for part in ("add", "multiply"):
             reads = [a, b] if part == "add" else [a]
             work = self.operate(lane, reads, a)
@@ -269,9 +275,9 @@ class StreamsMachine(RuleBasedStateMachine):
         value.writes.append((work, now))
         value.uses.clear()
 
-    @rule(lane=lanes, a=values, b=values, target_=values)
-    def add_out(self, lane, a, b, target_):
-        assume(a.device == b.device == target_.device == lane.device)
+    @rule(pick=picks, a=values, b=values, target_=values)
+    def add_out(self, pick, a, b, target_):
+        lane, a, b = self.beside(pick, target_, a, b)
         assume(target_ is not a and target_ is not b)
         work = self.operate(lane, [a, b], target_)
         with neuron_streams.stream(lane.stream):
@@ -279,10 +285,11 @@ class StreamsMachine(RuleBasedStateMachine):
         now = None if work.poisoned else [x + y for x, y in zip(a.now, b.now, strict=True)]
         self.wrote(lane, work, target_, now)
 
-    @rule(lane=lanes, a=values, target_=values)
-    def copy(self, lane, a, target_):
+    @rule(pick=picks, a=values, target_=values)
+    def copy(self, pick, a, target_):
         """Within a device; between two the current streams of both take part."""
-        assume(target_ is not a and target_.device == lane.device)
+        assume(target_ is not a)
+        (lane,) = self.beside(pick, target_)
         giver = None
         if a.device != lane.device:
             current = neuron_streams.current_stream(a.device)
@@ -295,9 +302,9 @@ class StreamsMachine(RuleBasedStateMachine):
             giver.clock = join(giver.clock, lane.clock)
         self.wrote(lane, work, target_, None if work.poisoned else a.now)
 
-    @rule(lane=lanes, target_=values, number=st.integers(-9, 9))
-    def fill_from_host(self, lane, target_, number):
-        assume(target_.device == lane.device)
+    @rule(pick=picks, target_=values, number=st.integers(-9, 9))
+    def fill_from_host(self, pick, target_, number):
+        (lane,) = self.beside(pick, target_)
         work = self.operate(lane, [], target_)
         source = torch.full((2,), float(number))
         with neuron_streams.stream(lane.stream):

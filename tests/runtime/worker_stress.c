@@ -117,11 +117,13 @@ static void free_chain(chain *c) {
     free(c->counters);
 }
 
-/* With the chain's lock held: wait for it, look at what it made, and start another. */
-static void renew_chain(chain *c) {
+/* With the chain's lock held: wait for it, look at what it made, and start another. Half of the
+ * lanes are closed with work pending. */
+static void renew_chain(chain *c, bool early) {
     int64_t last = __atomic_load_n(&c->counters[1], __ATOMIC_ACQUIRE);
+    if (early) ns_close_lane(runtime, c->id);
     while (!ns_wait(runtime, c->id, last, 1000000000)) continue;
-    ns_close_lane(runtime, c->id);
+    if (!early) ns_close_lane(runtime, c->id);
     check_chain(c);
     int64_t device = c->device;
     free_chain(c);
@@ -236,8 +238,8 @@ static bool send_one(job *work) {
     chain *c = &chains[next_random(&work->random) % LANES];
     ns_complete(runtime, work->host_lane, work->counters[1]); /* before this thread may wait */
     pthread_mutex_lock(&c->mutex);
-    bool full = c->length == LENGTH || next_random(&work->random) % 4096 == 0;
-    if (full && !cancelling) renew_chain(c);
+    bool full = c->length == LENGTH || next_random(&work->random) % 128 == 0;
+    if (full && !cancelling) renew_chain(c, next_random(&work->random) % 2);
     bool taken = send_to(c, &work->random);
     pthread_mutex_unlock(&c->mutex);
     open_and_shut(work);

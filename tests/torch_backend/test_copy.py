@@ -128,6 +128,7 @@ def test_a_move_to_another_device_keeps_the_gradient():
             assert not leaf.to("neuron").to("neuron:1").requires_grad
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # as on two GPUs
 def test_the_gradient_of_a_move_takes_the_streams_of_the_way_there(monkeypatch):
     monkeypatch.setenv("NEURON_STREAMS_IMPLICIT_WAITS", "0")
     with use_runtime(ManualRuntime(2)), torch.inference_mode(False), torch.enable_grad():
