@@ -1,8 +1,8 @@
 """torch.cuda's streams and events for AWS Neuron, emulated where there is no native support.
 
 The doors: each name below lives in the module of its noun. Importing makes "neuron" a device name;
-the first use of anything loads the extension and starts the runtime. What torch.cuda has and this has
-not is in `neuron_streams.surface`; calling it raises what to use instead.
+the first use of anything loads the extension and starts the runtime. What torch.cuda has and this
+has not is in `neuron_streams.surface`; calling it raises what to use instead.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
 """Automatic mixed precision, spelled as in torch.cuda.amp: torch.amp for the device "neuron".
 
-torch.cuda.amp is deprecated in favour of `torch.amp.autocast("cuda")`; so these are for ported code,
+torch.cuda.amp is deprecated in favour of `torch.amp.autocast("cuda")`; these are for ported code,
 and do not warn. The lists of what is cast are those of CUDA.
 """
 

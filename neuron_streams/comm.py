@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -79,9 +80,7 @@ def broadcast_coalesced(
     return tuple([x.to(device, non_blocking=True) for x in sources] for device in _devices(devices))
 
 
-def reduce_add(
-    inputs: Sequence[torch.Tensor], destination: DeviceLike = None
-) -> torch.Tensor:
+def reduce_add(inputs: Sequence[torch.Tensor], destination: DeviceLike = None) -> torch.Tensor:
     """Add tensors of several devices up on one of them (default: the current device).
 
     Raises:
@@ -151,7 +150,7 @@ def scatter(
             "'chunk_sizes' must not be specified when 'out' is specified, "
             f"but got chunk_sizes={chunk_sizes}"
         )
-    targets: Sequence[torch.device | torch.Tensor]
+    targets: Sequence[Any]
     targets = _devices(devices) if devices is not None else out or ()
     if out is not None:
         chunk_sizes = [target.size(dim) for target in out]
@@ -165,7 +164,9 @@ def scatter(
     else:
         parts = tensor.split_with_sizes(list(chunk_sizes), dim)
     made = []
-    for part, target, stream in zip(parts, targets, streams or itertools.repeat(None)):
+    for part, target, stream in zip(
+        parts, targets, streams or itertools.repeat(None), strict=False
+    ):
         with stream_context(stream):
             if isinstance(target, torch.Tensor):
                 made.append(target.copy_(part, non_blocking=True))

@@ -1,7 +1,7 @@
 """Ranges of time with a name, spelled as in torch.cuda.nvtx.
 
-There is no NVTX: a range is a user annotation of torch.profiler, and a span in the trace of a decode
-loop, wherever one of them is on.
+There is no NVTX: a range is a user annotation of torch.profiler, and a span in the trace of a
+decode loop, wherever one of them is on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class _Range:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._annotation = record_function(name) if torch.autograd._profiler_enabled() else None
+        self._annotation: Any = None
+        if torch._C._autograd._profiler_enabled():
+            self._annotation = record_function(name)
         self._begin = time.perf_counter()
         if self._annotation is not None:
             self._annotation.__enter__()

@@ -44,9 +44,7 @@ class _Generators(Sequence[torch.Generator]):
     def __getitem__(self, index: int) -> torch.Generator: ...
     @overload
     def __getitem__(self, index: slice) -> tuple[torch.Generator, ...]: ...
-    def __getitem__(
-        self, index: int | slice
-    ) -> torch.Generator | tuple[torch.Generator, ...]:
+    def __getitem__(self, index: int | slice) -> torch.Generator | tuple[torch.Generator, ...]:
         return tuple(_all())[index]
 
     def __len__(self) -> int:

@@ -30,7 +30,15 @@ import torch
 
 from neuron_streams._runtime import cache, toolchain
 
-__all__ = ["NoExtensionError", "begin_exit", "build", "load", "load_process_group"]
+__all__ = [
+    "EXTENSION",
+    "PROCESS_GROUP",
+    "Library",
+    "NoExtensionError",
+    "begin_exit",
+    "build",
+    "load",
+]
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +46,7 @@ _HERE = Path(__file__).parent
 _BACKEND = _HERE.parent / "_torch"
 
 
-class _Library(NamedTuple):
+class Library(NamedTuple):
     """A module of Python to compile.
 
     Each of `groups` is compiled as one file, so that the headers of torch, which take most of the
@@ -56,7 +64,7 @@ class _Library(NamedTuple):
         return sorted([*found, *self.others])
 
 
-_EXTENSION = _Library(
+EXTENSION = Library(
     "_neuron",
     _BACKEND / "csrc",
     (
@@ -65,7 +73,7 @@ _EXTENSION = _Library(
     ),
     (*sorted((_HERE / "worker").glob("*.[ch]")), _HERE / "native.c"),
 )
-_PROCESS_GROUP = _Library(
+PROCESS_GROUP = Library(
     "_neuron_c10d",
     _BACKEND / "c10d",
     (("group",),),
@@ -83,28 +91,19 @@ _loading = threading.Lock()
 _loaded: dict[str, Any] = {}
 
 
-def load() -> Any:
-    """The extension module, compiled at first use. Host: waits for the compiler, some 15 seconds.
+def load(library: Library = EXTENSION) -> Any:
+    """A library as a module, compiled at first use. Host: waits for the compiler, some 15 seconds.
 
     Where the cache cannot be used it is compiled for this process alone, each time.
 
     Raises:
         NoExtensionError: there is no C++ compiler, or it fails; the message says what to do.
     """
-    return _load(_EXTENSION)
-
-
-def load_process_group() -> Any:
-    """The backend of process groups, as `load`."""
-    return _load(_PROCESS_GROUP)
-
-
-def _load(library: _Library) -> Any:
     if library.name not in _loaded:
         with _loading:
             if library.name not in _loaded:
                 try:
-                    path = _build(library)
+                    path = build(library)
                 except cache.CacheError as error:
                     path = _build_for_this_process(library, error)
                 _loaded[library.name] = _imported(library, path)
@@ -113,17 +112,12 @@ def _load(library: _Library) -> Any:
 
 def begin_exit() -> None:
     """Have daemon threads that come back from a wait sleep on: the process ends."""
-    if _EXTENSION.name in _loaded:
-        _loaded[_EXTENSION.name].begin_exit([x.ident for x in threading.enumerate() if x.daemon])
+    if EXTENSION.name in _loaded:
+        _loaded[EXTENSION.name].begin_exit([x.ident for x in threading.enumerate() if x.daemon])
 
 
-def build() -> Path:
-    """Compile what is not in the cache yet, and return the path of the extension."""
-    _build(_PROCESS_GROUP)
-    return _build(_EXTENSION)
-
-
-def _build(library: _Library) -> Path:
+def build(library: Library = EXTENSION) -> Path:
+    """Compile a library unless it is in the cache, and return its path."""
     compiler = toolchain.cxx_compiler()
     key = _key(library)
     name = f"{library.name}.so"
@@ -146,7 +140,7 @@ def _build(library: _Library) -> Path:
         ) from error
 
 
-def _build_for_this_process(library: _Library, reason: cache.CacheError) -> Path:
+def _build_for_this_process(library: Library, reason: cache.CacheError) -> Path:
     """Compile a library outside of the cache, in a folder that no other user may write."""
     compiler = toolchain.cxx_compiler()
     if compiler is None:
@@ -172,12 +166,12 @@ def _executable_folder() -> str | None:
     return None
 
 
-def _compile_kept(library: _Library, compiler: tuple[str, ...], target: Path) -> None:
+def _compile_kept(library: Library, compiler: tuple[str, ...], target: Path) -> None:
     with cache.scratch() as folder:
         _compile(library, compiler, folder, target)
 
 
-def _key(library: _Library) -> str:
+def _key(library: Library) -> str:
     """What a library depends on. Without a compiler any in the cache that fits will do."""
     parts = [torch.__version__, sys.version, toolchain.machine(), *_CXX, *_C]
     texts = [path.read_bytes() for path in library.sources]
@@ -190,9 +184,7 @@ def _includes() -> list[str]:
     return [f"-I{folder}" for folder in folders]
 
 
-def _compile(
-    library: _Library, compiler: tuple[str, ...], folder: Path, target: Path
-) -> None:
+def _compile(library: Library, compiler: tuple[str, ...], folder: Path, target: Path) -> None:
     with _progress("compiling neuron_streams, once"):
         jobs: list[tuple[list[str], Path]] = []
         for number, group in enumerate(library.groups):
@@ -237,7 +229,7 @@ def _progress(what: str) -> Iterator[None]:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def _imported(library: _Library, path: Path) -> Any:
+def _imported(library: Library, path: Path) -> Any:
     loader = importlib.machinery.ExtensionFileLoader(library.name, str(path))
     spec = importlib.util.spec_from_file_location(library.name, path, loader=loader)
     assert spec is not None
