@@ -9,6 +9,7 @@ and compiled at the first use of the device: a program that has none compiles no
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -20,7 +21,7 @@ from neuron_streams._runtime import extension
 __all__ = ["register"]
 
 
-LazyCall: TypeAlias = "Callable[[Callable[[], None]], object]"
+LazyCall: TypeAlias = "Callable[[Callable[[], object], object], object]"
 Core: TypeAlias = "Callable[[], Any]"
 
 
@@ -28,7 +29,8 @@ def register(lazy_call: LazyCall, core: Core) -> None:
     """Have process groups know the device. Host: returns at once, compiles and starts nothing.
 
     Args:
-        lazy_call: calls a function at the first use of the device, at once if that has been.
+        lazy_call: calls a function at the first use of the device, at once if that has been; of
+            those with one key the last.
         core: gives the extension.
     """
     if not dist.is_available() or not dist.is_gloo_available():
@@ -60,13 +62,20 @@ def _connect(group: Any, store: Any, lazy_call: LazyCall, core: Core) -> None:
     plain = group._get_backend(place)
     if torch.device("cpu") not in group._device_types:  # the default of a program that names none
         group._register_backend(torch.device("cpu"), kind.GLOO, plain)
-    transport = c10d.ProcessGroupGloo(
+    _waiting[group] = c10d.ProcessGroupGloo(
         c10d.PrefixStore("neuron/", store), group.rank(), group.size(), plain.options._timeout
     )
+    lazy_call(functools.partial(_serve, core), _serve)
 
-    def serve() -> None:
+
+_waiting: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # group: its transport
+
+
+def _serve(core: Core) -> None:
+    """Give the groups that have been made the device's backend."""
+    kind = dist.ProcessGroup.BackendType
+    while _waiting:
         library = extension.load(extension.PROCESS_GROUP)
+        group, transport = _waiting.popitem()
         made = library.group(transport, core().collective_door())
-        group._register_backend(place, kind.CUSTOM, made)
-
-    lazy_call(serve)
+        group._register_backend(torch.device("neuron"), kind.CUSTOM, made)

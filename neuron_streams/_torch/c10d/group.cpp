@@ -138,13 +138,6 @@ class Group final : public c10d::Backend {
         transport_(std::move(transport)),
         door_(door) {}
 
-  ~Group() override {
-    try {
-      if (runtime_ != nullptr && runtime_ == door_->runtime()) close_streams();
-    } catch (...) { // the runtime has ended, or this is the child of a fork
-    }
-  }
-
   const std::string getBackendName() const override { return transport_->getBackendName(); }
   c10::intrusive_ptr<Options> getBackendOptions() override {
     return transport_->getBackendOptions();
@@ -301,8 +294,8 @@ class Group final : public c10d::Backend {
   using Start = std::function<WorkPtr()>;
 
   struct Streams {
-    c10::Stream starts;
-    std::vector<c10::Stream> arrivals;
+    OwnStream starts;
+    std::vector<OwnStream> arrivals;
   };
 
   at::Tensor on_host(const at::Tensor& tensor) const { return door_->on_host(tensor); }
@@ -335,9 +328,10 @@ class Group final : public c10d::Backend {
     auto outcome = std::make_shared<Outcome>();
     const std::lock_guard lock(mutex_);
     Streams& streams = streams_of(device);
-    order(guard().getStream(device), streams.starts);
+    const c10::Stream starts = streams.starts.stream;
+    order(guard().getStream(device), starts);
     door_->submit(
-        streams.starts, Half::Start, name, reads, {}, [outcome, start = std::move(start)] {
+        starts, Half::Start, name, reads, {}, [outcome, start = std::move(start)] {
           WorkPtr transport;
           std::exception_ptr error;
           try {
@@ -350,7 +344,7 @@ class Group final : public c10d::Backend {
           outcome->error = std::move(error);
         });
     const c10::Stream arrivals = free_stream(streams, device);
-    order(streams.starts, arrivals);
+    order(starts, arrivals);
     door_->submit(arrivals, Half::Arrival, name, reads, writes, [outcome, type] {
       arrive(*outcome, type);
     });
@@ -388,16 +382,9 @@ class Group final : public c10d::Backend {
 
   // A late arrival holds up no other, so that each has a stream without one in front of it.
   c10::Stream free_stream(Streams& streams, c10::Device device) {
-    for (const c10::Stream& stream : streams.arrivals)
-      if (guard().queryStream(stream)) return stream;
-    return streams.arrivals.emplace_back(door_->open(device.index()));
-  }
-
-  void close_streams() {
-    for (const auto& [device, streams] : streams_) {
-      door_->close(streams.starts);
-      for (const c10::Stream& stream : streams.arrivals) door_->close(stream);
-    }
+    for (const OwnStream& own : streams.arrivals)
+      if (guard().queryStream(own.stream)) return own.stream;
+    return streams.arrivals.emplace_back(door_->open(device.index())).stream;
   }
 
   const BackendPtr transport_;

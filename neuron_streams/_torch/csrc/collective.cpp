@@ -27,15 +27,18 @@ struct Collective final : Command {
 struct Door { // a scope for the names
   static const void* runtime() { return port().get(); }
 
-  static c10::Stream open(int device) {
+  static OwnStream open(int device) {
     const StreamPtr made = port()->streams->open(device, kLeastPriority);
     made->handles++;
-    return made->as_torch();
+    return {made->as_torch(), std::shared_ptr<void>(made.get(), [made](void*) { close(made); })};
   }
 
-  static void close(const c10::Stream& stream) {
-    const StreamPtr found = port()->streams->find(stream.id(), stream.device_index());
-    if (found && --found->handles == 0) port()->streams->retire(found);
+  static void close(const StreamPtr& stream) noexcept {
+    try {
+      check_fork();
+      if (--stream->handles == 0) stream->port->streams->retire(stream);
+    } catch (...) { // the child of a fork has no stream to close
+    }
   }
 
   static at::Tensor on_host(const at::Tensor& tensor) {
@@ -61,6 +64,6 @@ struct Door { // a scope for the names
 } // namespace
 
 const CollectiveDoor collective_door = {
-    &Door::runtime, &Door::open, &Door::close, &Door::on_host, &Door::submit};
+    &Door::runtime, &Door::open, &Door::on_host, &Door::submit};
 
 } // namespace neuron

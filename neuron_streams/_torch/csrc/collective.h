@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include <ATen/core/TensorBody.h>
@@ -15,11 +16,16 @@ namespace neuron {
 // it to occupy a queue, three waits would keep back the very commands that their peers wait for.
 enum class Half : int { Start, Arrival };
 
+// A stream that lives as long as somebody keeps its owner.
+struct OwnStream {
+  c10::Stream stream;
+  std::shared_ptr<void> owner;
+};
+
 struct CollectiveDoor {
   // Identifies the runtime: streams of one mean nothing to another.
   const void* (*runtime)();
-  c10::Stream (*open)(int device);
-  void (*close)(const c10::Stream&);
+  OwnStream (*open)(int device);
   // The host's tensor over the memory of a device tensor, for whoever runs the command.
   at::Tensor (*on_host)(const at::Tensor&);
   // Submits `work` behind what the stream waits for and behind the writers of `reads`. Where it
