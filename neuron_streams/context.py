@@ -15,7 +15,6 @@ import logging
 import os
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -32,6 +31,7 @@ from neuron_streams._runtime.port import (
     Runtime,
     Ticket,
 )
+from neuron_streams._torch import distributed
 from neuron_streams.errors import AcceleratorError
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "begin",
     "context",
     "core",
+    "has_name",
     "index_of",
     "lazy_call",
     "raise_first",
@@ -155,20 +156,39 @@ def begin(wanted: Runtime | str | None) -> Context:
             native.set_port(port)
             native.start_autograd_threads()
             _held.context = found
-    while _waiting:
-        _waiting.popleft()()
+    if _waiting:
+        _call_waiting()
     return found
 
 
-_waiting: deque[Callable[[], object]] = deque()
+_waiting: dict[object, Callable[[], object]] = {}
 
 
-def lazy_call(function: Callable[[], object]) -> None:
-    """Call a function now, or at the first use if that has not come yet."""
+def lazy_call(function: Callable[[], object], key: object = None) -> None:
+    """Call a function now, or at the first use if that has not come yet.
+
+    Of the functions with one key only the last is called: a program that seeds a million times and
+    never uses a device keeps one.
+    """
     if _held.context is not None:
         function()
-    else:
-        _waiting.append(function)
+        return
+    key = object() if key is None else key
+    _waiting.pop(key, None)
+    _waiting[key] = function
+
+
+def _call_waiting() -> None:
+    """Call all that waits, in its order, and then raise the first error."""
+    errors = []
+    while _waiting:
+        function = _waiting.pop(next(iter(_waiting)))
+        try:
+            function()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def replace(runtime: Runtime | None) -> Runtime | None:
@@ -202,11 +222,17 @@ def register_name(module: Any) -> None:
     backend_registration.rename_privateuse1_backend("neuron")
     torch._register_device_module("neuron", module)  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
+    distributed.register(lazy_call, core)
+
+
+def has_name() -> bool:
+    """Whether the device "neuron" of this process is ours."""
+    return getattr(torch, "neuron", None) is sys.modules["neuron_streams"]
 
 
 def _check_name() -> None:
     """Step aside where a native backend, or another one, has the device."""
-    if getattr(torch, "neuron", None) is sys.modules["neuron_streams"]:
+    if has_name():
         return
     name = torch._C._get_privateuse1_backend_name()
     raise RuntimeError(

@@ -14,7 +14,7 @@ assert before == after, (before, after)
 assert not neuron_streams.is_initialized()
 assert torch._C._get_privateuse1_backend_name() == "neuron"
 assert torch.neuron is neuron_streams and torch.device("neuron:1").index == 1
-assert neuron_streams._runtime.extension._loaded is None
+assert neuron_streams._runtime.extension._loaded == {}
 assert "torch_neuronx" not in sys.modules and "transformers" not in sys.modules
 assert torch.ones(2).is_pinned() is False and torch.random.fork_rng is not None
 with torch.random.fork_rng(devices=[]):

@@ -46,16 +46,17 @@ FORGOTTEN = (1 << 63) - 1  # a closed lane has completed whatever it was given
 
 
 class Unit(enum.IntEnum):
-    """An execution unit of a NeuronCore."""
+    """An execution unit of a NeuronCore, or none: PEERS are waits for other processes."""
 
     COMPUTE = 0
     TENSOR_OP = 1
     COLLECTIVES = 2
+    PEERS = 3
 
     @property
     def queues(self) -> int:
         """How many commands it runs at a time."""
-        return self.value + 1
+        return (1, 2, 3, 58)[self]
 
 
 class Kind(enum.IntEnum):
@@ -71,6 +72,7 @@ class Kind(enum.IntEnum):
     COPY = 3
     EXECUTE = 4
     OPERATOR = 5
+    COLLECTIVE = 6
 
 
 class Ticket(NamedTuple):

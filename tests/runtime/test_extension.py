@@ -18,7 +18,7 @@ def compiled(monkeypatch, tmp_path):
     """An empty cache, and an extension of one line: the true one cannot be loaded twice."""
     made = []
 
-    def compile_(compiler, folder, target):
+    def compile_(library, compiler, folder, target):
         made.append(target)
         (folder / "small.cpp").write_text("int small;")
         toolchain.run([*compiler, "-shared", str(folder / "small.cpp"), "-o", str(target)], target)
@@ -37,7 +37,7 @@ def test_it_is_built_once(compiled):
     "junk", [b"", b"junk", b"\x7fELF\x02\x01\x01" + bytes(57)], ids=["empty", "junk", "another"]
 )
 def test_one_that_does_not_load_is_built_again(compiled, junk):
-    key = extension._key(toolchain.cxx_compiler())
+    key = extension._key(extension.EXTENSION)
     cache.keep("extension", key, "_neuron.so", lambda target: target.write_bytes(junk))
     path = extension.build()
     assert len(compiled) == 1
@@ -83,7 +83,7 @@ def test_without_a_cache_it_is_built_for_this_process(
         spoil(parent / "cache", stack)
         with pytest.raises(cache.CacheError, match=sentence) as failure:
             extension.build()
-        path = extension._build_for_this_process(failure.value)
+        path = extension._build_for_this_process(extension.EXTENSION, failure.value)
         assert toolchain.loads(path)
         assert path.parent.stat().st_mode & 0o777 == 0o700
         assert not path.is_relative_to(parent)

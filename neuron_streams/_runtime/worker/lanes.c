@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-const int ns_queues[NS_UNITS] = {1, 2, 3};
+const int ns_queues[NS_UNITS] = {1, 2, 3, 58};
 
 /* An emulated device that has no memory for a few words cannot go on. */
 void *ns_room_for(void *memory, size_t size) {

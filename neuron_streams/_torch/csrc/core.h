@@ -15,6 +15,7 @@
 //   copy.cpp    copies between the host and devices
 //   autocast.cpp    the cast lists
 //   execute.cpp executables
+//   collective.h/.cpp  commands in which other processes take part
 //   python.cpp  what Python sees of all this
 #pragma once
 
@@ -43,8 +44,8 @@ struct Ticket {
   int64_t value = 0;
 };
 
-enum class Kind : int { Marker, Pledge, Sleep, Copy, Execute, Operator };
-enum class Unit : int { Compute, TensorOp, Collectives };
+enum class Kind : int { Marker, Pledge, Sleep, Copy, Execute, Operator, Collective };
+enum class Unit : int { Compute, TensorOp, Collectives, Peers };
 
 // The first cause of a command that did not run to its end; shared by all that it poisoned.
 struct Failure : c10::intrusive_ptr_target {

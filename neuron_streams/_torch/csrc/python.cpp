@@ -1,5 +1,6 @@
 // What Python sees of the extension.
 #include "python.h"
+#include "collective.h"
 #include "copy.h"
 #include "execute.h"
 #include "foreign.h"
@@ -795,6 +796,8 @@ PyMethodDef functions[] = {
         PyList_Append(list.get(), Ref(tuple(name, count)).get());
       return list.release();
     }>("host_operators"),
+    function<[] { return PyLong_FromVoidPtr(const_cast<CollectiveDoor*>(&collective_door)); }>(
+        "collective_door"),
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {
