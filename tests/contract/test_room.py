@@ -9,7 +9,7 @@ import threading
 import pytest
 
 import neuron_streams
-from neuron_streams._runtime.manual import OUTSTANDING
+from neuron_streams._runtime.lanes import OUTSTANDING
 from neuron_streams.context import context, core
 from neuron_streams.testing import ManualRuntime, use_runtime
 from tests.contract.conftest import RUNTIMES

@@ -17,7 +17,7 @@ LANES = (Path(worker.__file__).parent / "lanes.c").read_text()
 
 
 def test_units_and_queues():
-    assert f"NS_OUTSTANDING = {manual.OUTSTANDING}," in HEADER
+    assert f"NS_OUTSTANDING = {lanes.OUTSTANDING}," in HEADER
     assert f"NS_MOST_THREADS {sum(unit.queues for unit in Unit)} " in HEADER
     assert f"{{{', '.join(str(unit.queues) for unit in Unit)}}}" in LANES
     units = re.search(r"enum \{ (NS_COMPUTE.*?), NS_UNITS \}", HEADER).group(1).split(", ")
