@@ -312,6 +312,15 @@ class StreamsMachine(RuleBasedStateMachine):
         source.zero_()  # it was read at the call
         self.wrote(lane, work, target_, [float(number)] * 2)
 
+    @rule(pick=picks, other=picks, a=values, number=st.integers(-9, 9), target=gates)
+    def reuse(self, pick, other, a, number):
+        """A held stream reads what another one then overwrites: the writer is to wait for it."""
+        (lane,) = self.beside(pick, a)
+        gate = self.hold(lane)
+        self.sum_of(pick, a, a)
+        self.fill_from_host(other, a, number)
+        return gate
+
     @rule(value=values)
     def read(self, value):
         """Reading waits for the tensor's own writer, and raises what poisoned it."""
