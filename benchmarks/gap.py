@@ -1,6 +1,6 @@
 """How long a device stands idle between two queued executions, and what a call costs the host.
 
-Each worker of the emulated runtime, and beside them the same compiled step behind
+The emulated runtime, and beside it the same compiled step behind
 `concurrent.futures` and behind the queue of a child process. Every step is queued before the first
 one ends; then the host does nothing, or is half busy or always busy in Python, with and without a
 thread that waits for each step.
@@ -26,14 +26,14 @@ import torch
 import neuron_streams
 from benchmarks.report import Row, percentile
 from models.busy import spin
-from neuron_streams._runtime.port import Marker, Payload
+from neuron_streams._runtime.port import Payload
 from neuron_streams._runtime.program import load_on_cpu
+from neuron_streams.context import core
 from neuron_streams.testing import EmulatedRuntime, Gate, use_runtime
 
 STEPS = 150  # executions in a row, of about 2 ms
 CALLS, ROUNDS = 40, 40  # the best of the rounds counts: the machine has other things to do
 TURNS = 7  # of what is compared; the median turn counts
-WORKERS = ("native", "python")
 HOSTS = ("idle", "half busy", "always busy")
 Span = tuple[float, float]
 
@@ -124,12 +124,6 @@ def spans_on(
     return [(start, end) for _, _, start, end, _ in ran[-STEPS:]]
 
 
-def budget_of(worker: str, host: str, waiting: bool) -> float | None:
-    if worker == "native":
-        return 60.0 if waiting else 13.0
-    return 75.0 if host == "idle" and not waiting else None
-
-
 def best(call: Callable[[], object], before: Callable[[], object] = int) -> float:
     """Microseconds of one call on a device that `before` has put into some state."""
     times = []
@@ -143,7 +137,7 @@ def best(call: Callable[[], object], before: Callable[[], object] = int) -> floa
     return min(times) * 1e6
 
 
-def cost_rows(worker: str, runtime: EmulatedRuntime) -> Iterator[Row]:
+def cost_rows(runtime: EmulatedRuntime) -> Iterator[Row]:
     tiny = [tensor[:1].contiguous() for tensor in inputs(1)]
     tiny[1] = inputs()[1]
     exe = neuron_streams.compile(step_of_six, tiny, name="tiny_step")
@@ -186,11 +180,11 @@ def cost_rows(worker: str, runtime: EmulatedRuntime) -> Iterator[Row]:
 
     costs = {"held": opened(), "busy": best(lambda: exe(*tensors), busy)}
     for state, cost in costs.items():
-        what = f"executable call, 6 tensors, device {state}, {worker}"
+        what = f"executable call, 6 tensors, device {state}"
         yield Row(what, cost, "us", "<= 15", cost <= 15)
-    yield Row(f"executable call, 6 tensors, device idle, {worker}", alone(), "us")
-    marker = Marker()
-    yield Row(f"marker submitted, {worker}", best(lambda: runtime.submit(lane, marker)), "us")
+    yield Row("executable call, 6 tensors, device idle", alone(), "us")
+    marker = core().Marker()
+    yield Row("marker submitted", best(lambda: runtime.submit(lane, marker)), "us")
 
 
 def seconds(calls: Sequence[Callable[[], object]]) -> float:
@@ -206,7 +200,7 @@ def seconds(calls: Sequence[Callable[[], object]]) -> float:
     return time.perf_counter() - start
 
 
-def overlap_rows(worker: str, exe: neuron_streams.Executable) -> Iterator[Row]:
+def overlap_rows(exe: neuron_streams.Executable) -> Iterator[Row]:
     def on(device: int, stream: neuron_streams.Stream) -> Callable[[], object]:
         tensors = [tensor.to(f"neuron:{device}") for tensor in inputs()]
 
@@ -224,19 +218,19 @@ def overlap_rows(worker: str, exe: neuron_streams.Executable) -> Iterator[Row]:
     for where, other in pairs.items():
         speeds = [2 * seconds([one]) / seconds([one, other]) for _ in range(TURNS)]
         speed = statistics.median(speeds)
-        yield Row(f"two executables on {where}: overlap, {worker}", speed, "times")
+        yield Row(f"two executables on {where}: overlap", speed, "times")
 
 
-def rows_of(worker: str) -> Iterator[Row]:
-    with use_runtime(EmulatedRuntime(2, worker=worker)) as runtime:
+def rows_of() -> Iterator[Row]:
+    with use_runtime(EmulatedRuntime(2)) as runtime:
         exe = neuron_streams.compile(step_of_six, inputs(), name="step")
         for waiting in (False, True):
             for host in HOSTS:
-                who = f"{worker}, host {host}{', waited for' if waiting else ''}"
+                who = f"host {host}{', waited for' if waiting else ''}"
                 spans = spans_on(runtime, exe, host, waiting)
-                yield from gap_rows(who, spans, budget_of(worker, host, waiting))
-        yield from cost_rows(worker, runtime)
-        yield from overlap_rows(worker, exe)
+                yield from gap_rows(who, spans, 60.0 if waiting else 13.0)
+        yield from cost_rows(runtime)
+        yield from overlap_rows(exe)
 
 
 # -- the peers --------------------------------------------------------------------------------
@@ -296,7 +290,7 @@ def child_rows(exe: neuron_streams.Executable) -> Iterator[Row]:
 
 def run() -> Sequence[Row]:
     """All rows; some 30 seconds, and the compiler's the first time."""
-    rows = [row for worker in WORKERS for row in rows_of(worker)]
+    rows = list(rows_of())
     with use_runtime(EmulatedRuntime(2)):
         exe = neuron_streams.compile(step_of_six, inputs(), name="step")
         rows += pool_rows(exe._payload)

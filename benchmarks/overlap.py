@@ -27,7 +27,7 @@ from neuron_streams._runtime import process
 from neuron_streams._runtime.emulated import EmulatedRuntime
 from neuron_streams._runtime.port import Unit
 from neuron_streams.decode import DecodeLoop, SamplingParams
-from neuron_streams.testing import use_runtime
+from neuron_streams.testing import is_ready, use_runtime
 
 if TYPE_CHECKING:
     from models.llama import Llama
@@ -36,9 +36,9 @@ DEVICE_MS, HOST_MS = 5.0, 2.0
 ROUNDS, STEPS, WARM = 31, 24, 8  # short turns: the speed of the processor drifts in seconds
 
 
-def compute_intervals() -> list[tuple[int, Unit, float, float, str]]:
+def compute_intervals() -> list[tuple[int, int, float, float, str]]:
     """What the compute units ran lately, oldest first."""
-    return [x for x in process.runtime().busy_intervals() if x[1] is Unit.COMPUTE]
+    return [x for x in process.runtime().busy_intervals() if x[1] == Unit.COMPUTE]
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,8 @@ def gil_share() -> Iterator[Row]:
     def beside() -> tuple[int, float]:
         start = time.perf_counter()
         done = busy(ids, ids, ids, *there)
-        writer = done._view.buffer.writer
-        runtime, count = process.runtime(), 0
-        while runtime.completed(writer.lane) < writer.value:
+        count = 0
+        while not is_ready(done):
             count += spin(0.002)
         return count, time.perf_counter() - start
 
@@ -250,10 +249,9 @@ def transformers_generate(
 def run() -> list[Row]:
     """All rows. Takes a minute or two, most of it the language model."""
     rows = list(gil_share())
-    for label, worker in (("toy", "auto"), ("toy, Python worker", "python")):
-        with use_runtime(EmulatedRuntime(1, worker)):
-            model = BusyModel(DEVICE_MS, HOST_MS)
-            rows += compare(label, model, [[1, 2, 3]] * 4, STEPS, ROUNDS)
+    with use_runtime(EmulatedRuntime(1)):
+        model = BusyModel(DEVICE_MS, HOST_MS)
+        rows += compare("toy", model, [[1, 2, 3]] * 4, STEPS, ROUNDS)
     if os.environ.get("NEURON_STREAMS_BENCHMARK_MODEL", "1") != "0":
         rows += language_model()
     return rows

@@ -326,6 +326,6 @@ def _is_ours(module: str) -> bool:
 
 def _say_on_host(operator: str) -> None:
     log.warning(
-        "%s runs on the host, after all that its stream has queued: the device has no kernel for it",
+        "%s runs on the host, after all that its stream has queued: the device lacks it",
         operator,
     )

@@ -36,7 +36,9 @@ def test_nothing_warns_that_it_is_deprecated():
 
 
 def test_a_dtype_that_the_device_cannot_cast_to_warns_and_is_off():
-    with pytest.warns(UserWarning, match="(?i)autocast"), amp.autocast(dtype=torch.float64):
+    with pytest.warns(UserWarning, match="(?i)autocast"):
+        context = amp.autocast(dtype=torch.float64)
+    with context:
         x = torch.ones(2, 2, device="neuron")
         assert (x @ x).dtype is torch.float32
 

@@ -1,7 +1,8 @@
 """How a compiled program runs: its libraries opened, its steps in one call without the GIL.
 
-`native.c` walks the steps. Tensors become handles of libtorch's C ABI and back by two private functions of
-torch that its own Python wrapper of AOTInductor rests on; `supported` says whether they are there.
+`native.c` walks the steps. Tensors become handles of libtorch's C ABI and back by two private
+functions of torch that its own Python wrapper of AOTInductor rests on; `supported` says whether
+they are there.
 """
 
 from __future__ import annotations

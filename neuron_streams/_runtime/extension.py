@@ -126,10 +126,11 @@ def build(library: Library = EXTENSION) -> Path:
         return found
     if compiler is None:
         raise NoExtensionError(
-            "neuron_streams needs a C++ compiler at its first use, as torch.compile does on a CPU, "
-            "and there is none. Install one (Debian: apt-get install g++; Amazon Linux: dnf install "
-            "gcc-c++), set CXX, or set NEURON_STREAMS_CACHE to a folder that `neuron-streams build` "
-            "has filled on a machine with the same Python, torch and processor."
+            "neuron_streams needs a C++ compiler at its first use, as torch.compile does on a "
+            "CPU, and there is none. Install one (Debian: apt-get install g++; Amazon Linux: dnf "
+            "install gcc-c++), set CXX, or set NEURON_STREAMS_CACHE to a folder that "
+            "`neuron-streams build` has filled on a machine with the same Python, torch and "
+            "processor."
         )
     try:
         compiling = functools.partial(_compile_kept, library, compiler)
@@ -221,12 +222,14 @@ def _progress(what: str) -> Iterator[None]:
     log.info("%s", what)
     shown = sys.stderr is not None and sys.stderr.isatty()
     if shown:
-        print(f"{what} ...", end="", file=sys.stderr, flush=True)
+        sys.stderr.write(f"{what} ...")
+        sys.stderr.flush()
     try:
         yield
     finally:
         if shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
 
 
 def _imported(library: Library, path: Path) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from neuron_streams._runtime import manual, worker
+from neuron_streams._runtime import lanes, worker
 from neuron_streams._runtime.port import Kind, Unit
 from neuron_streams.context import core
 from tests.runtime.commands import call, view_of
