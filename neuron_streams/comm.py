@@ -171,7 +171,7 @@ def scatter(
             if isinstance(target, torch.Tensor):
                 made.append(target.copy_(part, non_blocking=True))
             else:
-                made.append(part.to(torch.device(target), non_blocking=True))
+                made.append(part.to(target, non_blocking=True))  # type: ignore[call-overload]
     return tuple(made)
 
 
