@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.cuda.comm
 
 import neuron_streams
 from neuron_streams import surface
@@ -16,6 +17,9 @@ OURS = {
     "torch.cuda": neuron_streams,
     "torch.cuda.Stream": neuron_streams.Stream,
     "torch.cuda.Event": neuron_streams.Event,
+    "torch.cuda.amp": neuron_streams.amp,
+    "torch.cuda.comm": neuron_streams.comm,
+    "torch.cuda.nvtx": neuron_streams.nvtx,
     "torch.neuron": neuron_streams,
     "neuron_streams": neuron_streams,
 }
@@ -23,6 +27,9 @@ THEIRS = {
     "torch.cuda": torch.cuda,
     "torch.cuda.Stream": torch.cuda.Stream,
     "torch.cuda.Event": torch.cuda.Event,
+    "torch.cuda.amp": torch.cuda.amp,
+    "torch.cuda.comm": torch.cuda.comm,
+    "torch.cuda.nvtx": torch.cuda.nvtx,
     "torch.accelerator": torch.accelerator,
 }
 IS_2_13 = torch.__version__.startswith("2.13.")
@@ -51,6 +58,12 @@ def test_names_are_unique_and_classes_known():
 def test_every_public_name_of_torch_cuda_has_a_row():
     known = {row.name for row in surface.rows("torch.cuda")} | surface.OUTSIDE
     assert set(torch.cuda.__all__) - known == set()
+
+
+@pytest.mark.parametrize("module", [torch.cuda.amp, torch.cuda.comm, torch.cuda.nvtx])
+def test_every_public_name_of_a_submodule_has_a_row(module):
+    known = {row.name for row in surface.rows(module.__name__)}
+    assert set(getattr(module, "__all__", [])) - known == set()
 
 
 def test_every_public_name_of_torch_accelerator_has_a_row():
@@ -94,7 +107,36 @@ def test_the_stored_signature_is_that_of_torch(row):
         assert found == row.signature
 
 
-@pytest.mark.parametrize("row", [r for r in ROWS if r.kind == "absent"], ids=by_name)
+ABSENT = [r for r in ROWS if r.kind == "absent"]
+CALLABLE = [r for r in ABSENT if r.space == "torch.cuda" and r.signature]
+
+
+@pytest.mark.parametrize("row", CALLABLE, ids=by_name)
+def test_what_is_absent_can_be_named_and_says_what_to_use_when_it_is_called(row):
+    exec(f"from neuron_streams import {row.name}", found := {})
+    absent = found[row.name]
+    assert absent is getattr(neuron_streams, row.name)
+    assert absent.__name__ == row.name
+    for arguments in ([], [1, 2]):
+        with pytest.raises(UnsupportedError, match=rf"^neuron_streams\.{row.name}: absent\. ") as e:
+            absent(*arguments)
+        assert row.note in str(e.value)
+        assert not isinstance(e.value, AttributeError)
+
+
+@pytest.mark.skipif(not IS_2_13, reason="the rows are those of torch 2.13")
+@pytest.mark.parametrize("row", CALLABLE, ids=by_name)
+def test_an_absent_class_is_a_class(row):
+    theirs = getattr(torch.cuda, row.name)
+    ours = getattr(neuron_streams, row.name)
+    assert isinstance(ours, type) == isinstance(theirs, type)
+    if isinstance(ours, type):
+        assert not isinstance(3, ours)
+        assert ours | None
+        assert issubclass(type("Mine", (ours,), {}), ours)
+
+
+@pytest.mark.parametrize("row", [r for r in ABSENT if r not in CALLABLE], ids=by_name)
 def test_what_is_absent_says_what_to_use(row):
     assert row.note.endswith(".")
     if row.space == "torch.accelerator":
@@ -176,7 +218,7 @@ def test_what_streams_are_not_made_of_is_absent():
 
 
 @pytest.mark.parametrize(
-    "name", [r.name for r in ROWS if r.space == "torch.cuda" and r.kind == "absent"]
+    "name", [r.name for r in ABSENT if r.space == "torch.cuda" and r not in CALLABLE]
 )
 def test_importing_what_is_absent_says_what_to_use(name):
     with pytest.raises(AbsentImportError, match=rf"^neuron_streams\.{name}: absent\. ") as caught:

@@ -2,5 +2,7 @@
 
 csrc/           the C++ extension
 c10d/           the C++ backend of process groups, a library of its own
-distributed.py  gives device tensors to process groups
+before_use.py   what torch asks before the first use
+distributed.py  process groups take device tensors
+dlpack.py       other libraries of the process do
 """

@@ -78,4 +78,6 @@ def _serve(core: Core) -> None:
         library = extension.load(extension.PROCESS_GROUP)
         group, transport = _waiting.popitem()
         made = library.group(transport, core().collective_door())
+        name = group.group_name
         group._register_backend(torch.device("neuron"), kind.CUSTOM, made)
+        group._set_group_name(name)  # of each backend: a group has the name of any of them

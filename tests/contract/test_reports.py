@@ -16,7 +16,7 @@ import torch
 
 import neuron_streams
 from neuron_streams.context import context
-from neuron_streams.errors import AbsentError
+from neuron_streams.errors import AbsentError, UnsupportedError
 from tests.contract.test_streams import work
 
 
@@ -344,8 +344,8 @@ def test_180623_an_id_is_no_handle(streams):
 def test_159744_the_error_names_what_is_missing(streams):
     if not is_ours(streams):
         pytest.skip("a CUDA build has it")
-    with pytest.raises(AbsentError, match=r"graph: absent\. .*neuron_streams\.compile"):
-        _ = streams.graph
+    with pytest.raises(UnsupportedError, match=r"graph: absent\. .*neuron_streams\.compile"):
+        streams.graph(None)
 
 
 def test_169052_records_stay_on_a_device_and_waits_cross(streams):

@@ -230,6 +230,9 @@ for _ in range(3):
     dist.all_reduce(x)
     dist.barrier()
     dist.new_group([0])
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.sum().backward()
+    torch.optim.Adam([weight]).step()
     assert dist.get_backend() == "gloo"
     assert dist.distributed_c10d._get_default_group().name() == "gloo"
     dist.destroy_process_group()

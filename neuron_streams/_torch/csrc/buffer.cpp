@@ -64,7 +64,17 @@ Buffer::Buffer(PortPtr port, c10::DeviceIndex device, size_t nbytes)
   }
 }
 
+Buffer::Buffer(PortPtr port, c10::DeviceIndex device, size_t nbytes, c10::DataPtr owner)
+    : port_(std::move(port)),
+      owner_(std::move(owner)),
+      data_(owner_.get()),
+      nbytes_(nbytes),
+      device_(device) {
+  named = true; // its owner may have handed it to a command
+}
+
 Buffer::~Buffer() {
+  if (owner_) return;
   if (device_ < 0) {
     std::unique_lock lock(pinned().mutex);
     pinned().buffers.erase(static_cast<const char*>(data_));
@@ -216,6 +226,22 @@ c10::Storage storage_of(BufferPtr buffer) {
   return c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), nbytes, data_ptr_of(std::move(buffer)), device_memory,
       /*resizable=*/true);
+}
+
+Buffer* adopt(c10::StorageImpl& storage) {
+  static auto* mutex = new std::recursive_mutex;
+  const c10::DeviceIndex device = storage.device().index();
+  const PortPtr now = port();
+  check_sync();
+  for (const int64_t lane : now->lanes(device)) now->wait({lane, now->submitted(lane)}, -1);
+  const Held lock(*mutex); // of two threads, one adopts
+  if (Buffer* found = buffer_of(storage)) return found;
+  const c10::DataPtr& pointer = storage.data_ptr();
+  c10::DataPtr none(pointer.get(), pointer.device());
+  auto made = c10::make_intrusive<Buffer>(
+      now, device, storage.nbytes(), storage.set_data_ptr(std::move(none)));
+  storage.set_data_ptr_noswap(data_ptr_of(made));
+  return made.get();
 }
 
 BufferPtr pinned_at(const void* address) {

@@ -98,6 +98,8 @@ using PortPtr = c10::intrusive_ptr<Port>;
 class Buffer : public c10::intrusive_ptr_target {
  public:
   Buffer(PortPtr port, c10::DeviceIndex device, size_t nbytes);
+  // Over memory that another library made, and lets go of by its own pointer; not counted.
+  Buffer(PortPtr port, c10::DeviceIndex device, size_t nbytes, c10::DataPtr owner);
   ~Buffer() override;
 
   void* data() const { return data_; }
@@ -119,6 +121,7 @@ class Buffer : public c10::intrusive_ptr_target {
 
  private:
   PortPtr port_;
+  c10::DataPtr owner_;
   void* data_ = nullptr;
   size_t nbytes_;
   c10::DeviceIndex device_;
@@ -220,6 +223,9 @@ BufferPtr allocate(const PortPtr&, c10::DeviceIndex device, size_t nbytes);
 c10::Storage storage_of(BufferPtr);
 // The buffer of a storage of ours, null for any other; of a tensor, checked to have one.
 Buffer* buffer_of(const c10::StorageImpl&);
+// The same, of a storage that another library made over memory of the device, as DLPack and pickle
+// do. What the device has queued may concern that memory, so it is waited for.
+Buffer* adopt(c10::StorageImpl&);
 // The pinned memory that an address of the host lies in, or null. The caller keeps it alive.
 BufferPtr pinned_at(const void* address);
 c10::Allocator* pinned_allocator();

@@ -9,6 +9,9 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones_like.h>
+#include <torch/library.h>
 
 namespace neuron {
 
@@ -98,5 +101,24 @@ at::Generator next_numbers(at::Generator& generator) {
   drawn->set_offset(offset + 1);
   return at::detail::createCPUGenerator(mixed(mixed(drawn->current_seed()) ^ offset));
 }
+
+namespace {
+
+// An operator that takes no generator, and so would draw from the host's where it runs: made of
+// those that take one, as the CPU's kernel is.
+std::tuple<at::Tensor, at::Tensor> native_dropout(
+    const at::Tensor& input, double p, std::optional<bool> train) {
+  const auto flags = input.options().dtype(at::kBool);
+  if (input.numel() == 0) return {input, at::empty_like(input, flags)};
+  if (train.has_value() && !*train) return {input.clone(), at::ones_like(input, flags)};
+  at::Tensor kept = at::empty_like(input, flags).bernoulli_(1 - p);
+  return {input.mul(kept).mul_(p == 1 ? 0 : 1 / (1 - p)), kept};
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("native_dropout", TORCH_FN(native_dropout));
+}
+
+} // namespace
 
 } // namespace neuron

@@ -39,11 +39,13 @@ Window::Window(const at::Tensor& tensor)
       tensor.layout() == c10::kStrided, "neuron: tensors of layout ", tensor.layout(),
       " are not supported on the device; use a strided one, or the host");
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-  const c10::StorageImpl& storage = *impl.unsafe_storage().unsafeGetStorageImpl();
+  c10::StorageImpl& storage = *impl.unsafe_storage().unsafeGetStorageImpl();
   geometry.set_sizes(tensor.sizes());
   geometry.set_strides(tensor.strides());
   offset = impl.storage_offset();
   Buffer* found = buffer_of(storage);
+  if (C10_UNLIKELY(found == nullptr && storage.nbytes() != 0 && storage.data() != nullptr))
+    found = adopt(storage);
   const size_t needed =
       tensor.numel() ? static_cast<size_t>(offset) * tensor.itemsize() +
               span(tensor.sizes(), tensor.strides(), tensor.itemsize())

@@ -1,0 +1,28 @@
+"""DLPack of device tensors, between libraries of one process.
+
+torch compares the device with "privateuse1", a name that no device has once the backend has its own
+name; the exchange below knows the device (kDLExtDev).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils.dlpack import DLDeviceType
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Have a device tensor say where it is. Host: returns at once."""
+    asked = torch.Tensor.__dlpack_device__
+
+    @functools.wraps(asked)
+    def __dlpack_device__(self: torch.Tensor) -> Any:  # noqa: N807
+        if self.device.type == "neuron":
+            return (DLDeviceType.kDLExtDev, self.device.index)
+        return asked(self)
+
+    torch.Tensor.__dlpack_device__ = __dlpack_device__  # type: ignore[method-assign]
