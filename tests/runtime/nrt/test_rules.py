@@ -31,6 +31,7 @@ from neuron_streams.context import core
 from tests.runtime.nrt.conftest import Kernels, floats, view_of
 
 RULES = []
+KEPT = []  # what a broken runtime may still write to behind its test
 
 
 def rule(text, abis=("2.28", "2.29", "2.30"), **kwargs):
@@ -52,8 +53,13 @@ def finish(runtime, *tickets):
         runtime.wait(ticket, 1)
 
 
+def zeros(size, dtype=torch.float32):
+    KEPT.append(torch.zeros(size, dtype=dtype))
+    return KEPT[-1]
+
+
 def value_of(runtime, lane, view, after=()):
-    out = torch.zeros(view.size)
+    out = zeros(view.size)
     finish(runtime, runtime.submit(lane, core().Copy(view, out), after))
     return out.tolist()
 
@@ -128,7 +134,7 @@ def without_compute_before_read(patch):
 @rule("a read waits on the host until what computes has completed")
 def compute_before_read(runtime):
     kernels, lane = Kernels(runtime), runtime.open_lane(0)
-    out = torch.zeros(2)
+    out = zeros(2)
     with runtime.double.held(runtime.double.compute):
         _, made = kernels.plus_one(lane, floats(runtime, 1.0, 2.0))
         last = runtime.submit(lane, core().Copy(made, out))
@@ -160,7 +166,7 @@ def read_before_overwrite(runtime):
     x = floats(runtime, 1.0, 2.0)
     with runtime.double.held(runtime.double.compute):
         _, made = kernels.plus_one(lane, x)
-        runtime.submit(lane, core().Copy(torch.zeros(2), x))
+        runtime.submit(lane, core().Copy(zeros(2), x))
         assert scheduled(runtime) == 1
     assert value_of(runtime, lane, made) == [2.0, 3.0]
 
@@ -171,7 +177,7 @@ without_other_lane = without_order_within_the_queue
 @rule("across lanes, too")
 def other_lane(runtime):
     kernels, (a, b) = Kernels(runtime), [runtime.open_lane(0) for _ in range(2)]
-    out = torch.zeros(2)
+    out = zeros(2)
     with runtime.double.held(runtime.double.compute):
         first, made = kernels.plus_one(a, floats(runtime, 1.0, 2.0))
         last = runtime.submit(b, core().Copy(made, out), [first])
@@ -203,7 +209,7 @@ without_two_queues = without_order_within_the_queue
 @rule("the two queues of the transfer unit are two queues")
 def two_queues(runtime):
     a, b = runtime.open_lane(0), runtime.open_lane(0)
-    x, out = view_of(runtime, 2), torch.zeros(2)
+    x, out = view_of(runtime, 2), zeros(2)
     with runtime.double.held(runtime.double.write, queue=a % 2):
         written = runtime.submit(a, core().Copy(torch.ones(2), x))
         last = runtime.submit(b, core().Copy(x, out), [written])
@@ -224,7 +230,7 @@ def without_two_units(patch):
 
 @rule("in the first ABI reads, writes and copies are units of their own", abis=("2.28",))
 def two_units(runtime):
-    lane, x, out = runtime.open_lane(0), view_of(runtime, 2), torch.zeros(2)
+    lane, x, out = runtime.open_lane(0), view_of(runtime, 2), zeros(2)
     with runtime.double.held(runtime.double.write, queue=lane % 2):
         runtime.submit(lane, core().Copy(torch.ones(2), x))
         last = runtime.submit(lane, core().Copy(x, out))
@@ -258,7 +264,7 @@ def without_host_work(patch):
 def host_work(runtime):
     lane = runtime.open_lane(0)
     x, y = floats(runtime, 1.0, 2.0), view_of(runtime, 2)
-    there = torch.zeros(2, dtype=torch.float64)
+    there = zeros(2, dtype=torch.float64)
     with runtime.double.held(runtime.double.read, queue=lane % 2):
         runtime.submit(lane, core().Copy(x, there))
         runtime.submit(lane, core().Copy(there, y))
