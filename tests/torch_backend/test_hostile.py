@@ -137,6 +137,7 @@ def ended():
     return children.run(body, PRELUDE, seconds=20.0)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_an_error_and_no_crash(ended, name):
     assert ended[name].code == 0, str(ended[name])
