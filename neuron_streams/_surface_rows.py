@@ -8,7 +8,19 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-__all__ = ["ACCELERATOR", "ADDED", "CUDA", "EVENT", "NEURON", "OUTSIDE", "STREAM"]
+__all__ = [
+    "ACCELERATOR",
+    "ADDED",
+    "AMP",
+    "CLASSES",
+    "COMM",
+    "CUDA",
+    "EVENT",
+    "NEURON",
+    "NVTX",
+    "OUTSIDE",
+    "STREAM",
+]
 
 _Kind: TypeAlias = Literal["match", "modified", "mismatch", "absent", "added"]
 _Rows: TypeAlias = tuple[tuple[str, _Kind, str, str], ...]
@@ -21,8 +33,9 @@ _MONITOR = "Use neuron-top or neuron-monitor on the machine."
 _CACHED = "Renamed in torch long ago; use {}."
 _RAW = "Use torch.empty(..., device='neuron')."
 _GREEN = "Use NeuronStream(priority=...): the cores of a device cannot be divided."
-_OURS = "Ours, put in its place at the first use: below Python there is one device and no stream."
-_MEMORY = "Ours, put in its place at the first use: below Python there is no allocator."
+_WITHOUT_WARNING = "torch.amp's for the device, without the warning of torch.cuda.amp."
+_AT_ONCE = "Plain copies on the current streams: buffer_size changes nothing."
+_ANNOTATION = "An annotation of torch.profiler, and a span of the decode loop's trace."
 
 # fmt: off
 CUDA: _Rows = (
@@ -55,13 +68,29 @@ CUDA: _Rows = (
     ("get_device_properties", "modified", "(device=None)",
      "name, total_memory and multi_processor_count only."),
     ("init", "modified", "()", "Takes runtime=, to choose who plays the device."),
-    ("is_available", "modified", "()", "Always True: the CPU plays the device where none is."),
+    ("is_available", "modified", "()",
+     "True, since the CPU plays the device where none is; False where another package has it."),
     ("is_initialized", "match", "()", ""),
     ("is_bf16_supported", "match", "(including_emulation=True)", ""),
     ("get_sync_debug_mode", "match", "()", ""),
     ("set_sync_debug_mode", "match", "(debug_mode)", ""),
     ("is_current_stream_capturing", "modified", "()", "Always False."),
-    ("manual_seed_all", "mismatch", "(seed)", "There is no device generator to seed."),
+    ("manual_seed", "match", "(seed)", ""),
+    ("manual_seed_all", "match", "(seed)", ""),
+    ("seed", "match", "()", ""),
+    ("seed_all", "match", "()", ""),
+    ("initial_seed", "match", "()", ""),
+    ("get_rng_state", "modified", "(device='cuda')",
+     "The default is the current device, too: None."),
+    ("get_rng_state_all", "match", "()", ""),
+    ("set_rng_state", "modified", "(new_state, device='cuda')",
+     "The default is the current device, too: None."),
+    ("set_rng_state_all", "match", "(new_states)", ""),
+    ("default_generators", "modified", "", "Looked up at each use."),
+    ("amp", "match", "", ""),
+    ("comm", "match", "", ""),
+    ("nvtx", "match", "", ""),
+    ("random", "match", "", ""),
     ("memory_allocated", "modified", "(device=None)", "Counts live buffers, unrounded."),
     ("max_memory_allocated", "modified", "(device=None)", "Counts live buffers, unrounded."),
     ("memory_reserved", "modified", "(device=None)", "The same as memory_allocated: no cache."),
@@ -80,8 +109,9 @@ CUDA: _Rows = (
     ("host_memory_stats_as_nested_dict", "modified", "()", "As host_memory_stats."),
     ("reset_peak_host_memory_stats", "match", "()", ""),
     ("reset_accumulated_host_memory_stats", "match", "()", ""),
-    ("get_per_process_memory_fraction", "absent", "(device=None)", _POOLS),
-    ("set_per_process_memory_fraction", "absent", "(fraction, device=None)", _POOLS),
+    ("get_per_process_memory_fraction", "match", "(device=None)", ""),
+    ("set_per_process_memory_fraction", "modified", "(fraction, device=None)",
+     "Of the host's memory where the CPU plays the device, or of NEURON_STREAMS_MEMORY."),
     ("get_allocator_backend", "absent", "()", _POOLS),
     ("memory_snapshot", "absent", "(mempool_id=None, include_traces=True)",
      "Use memory_stats(), and testing.EmulatedRuntime's busy_intervals() for what ran."),
@@ -113,9 +143,9 @@ CUDA: _Rows = (
     ("cudaStatus", "absent", "()", "Failures are exceptions; there is no status to compare."),
     ("check_error", "modified", "(res)", "0 is success; no function here returns anything else."),
     ("CudaError", "modified", "(code)", "Raised by check_error only; failures are what they are."),
-    ("DeferredCudaCallError", "absent", "", "Catch RuntimeError: nothing is deferred to init()."),
+    ("DeferredCudaCallError", "modified", "", "Raised by nothing."),
     ("AcceleratorError", "modified", "", "torch's; a failure raises what the command raised."),
-    ("OutOfMemoryError", "modified", "", "torch's class; the host raises MemoryError instead."),
+    ("OutOfMemoryError", "match", "", ""),
     ("clock_rate", "absent", "(device=None)", _MONITOR),
     ("device_memory_used", "absent", "(device=None)", "Use mem_get_info()."),
     ("list_gpu_processes", "absent", "(device=None)", _MONITOR),
@@ -123,7 +153,7 @@ CUDA: _Rows = (
     ("power_draw", "absent", "(device=None)", _MONITOR),
     ("temperature", "absent", "(device=None)", _MONITOR),
     ("utilization", "absent", "(device=None)", _MONITOR),
-    ("memory", "mismatch", "", "Ours is the module of copies; the functions are all up here."),
+    ("memory", "match", "", ""),
     ("streams", "absent", "", "Use neuron_streams.stream and neuron_streams.event."),
     ("_DeviceGuard", "match", "(index)", ""),
     ("_exchange_device", "match", "(device)", ""),
@@ -131,6 +161,8 @@ CUDA: _Rows = (
     ("_set_stream_by_id", "match", "(stream_id, device_index, device_type)", ""),
     ("_sleep", "modified", "(cycles)", "Nanoseconds, where torch counts clocks of the GPU."),
     ("_is_in_bad_fork", "match", "()", ""),
+    ("_lazy_init", "match", "()", ""),
+    ("_lazy_call", "modified", "(callable, **kwargs)", "seed= and seed_all= change nothing."),
 )
 
 STREAM: _Rows = (
@@ -173,30 +205,62 @@ EVENT: _Rows = (
      "Synchronize the event, then send the data with torch.multiprocessing."),
 )
 
+AMP: _Rows = (
+    ("autocast", "modified", "(enabled=True, dtype=torch.float16, cache_enabled=True)",
+     _WITHOUT_WARNING),
+    ("GradScaler", "modified",
+     "(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, "
+     "enabled=True)",
+     _WITHOUT_WARNING),
+    ("custom_fwd", "modified", "(fwd=None, *, cast_inputs=None)", _WITHOUT_WARNING),
+    ("custom_bwd", "modified", "(bwd)", _WITHOUT_WARNING),
+    ("amp_definitely_not_available", "match", "()", ""),
+)
+
+COMM: _Rows = (
+    ("broadcast", "match", "(tensor, devices=None, *, out=None)", ""),
+    ("broadcast_coalesced", "modified", "(tensors, devices, buffer_size=10485760)", _AT_ONCE),
+    ("reduce_add", "match", "(inputs, destination=None)", ""),
+    ("reduce_add_coalesced", "modified", "(inputs, destination=None, buffer_size=10485760)",
+     _AT_ONCE),
+    ("scatter", "match",
+     "(tensor, devices=None, chunk_sizes=None, dim=0, streams=None, *, out=None)", ""),
+    ("gather", "match", "(tensors, dim=0, destination=None, *, out=None)", ""),
+)
+
+NVTX: _Rows = (
+    ("range_push", "modified", "(msg)", _ANNOTATION),
+    ("range_pop", "modified", "()", "As range_push; -1 without a range."),
+    ("range_start", "modified", "(msg)", _ANNOTATION),
+    ("range_end", "modified", "(range_id)", "As range_start."),
+    ("mark", "modified", "(msg)", "As range_push, without a length."),
+    ("range", "modified", "(msg, *args, **kwargs)", _ANNOTATION),
+)
+
 ACCELERATOR: _Rows = (
     ("current_accelerator", "match", "(check_available=False)", ""),
     ("is_available", "match", "()", ""),
     ("device_count", "match", "()", ""),
-    ("current_device_index", "modified", "()", _OURS),
-    ("current_device_idx", "modified", "()", _OURS),
-    ("set_device_index", "modified", "(device, /)", _OURS),
-    ("set_device_idx", "modified", "(device, /)", _OURS),
-    ("device_index", "modified", "(device, /)", _OURS),
+    ("current_device_index", "match", "()", ""),
+    ("current_device_idx", "match", "()", ""),
+    ("set_device_index", "match", "(device, /)", ""),
+    ("set_device_idx", "match", "(device, /)", ""),
+    ("device_index", "match", "(device, /)", ""),
     ("get_device_capability", "absent", "(device=None, /)",
      "torch raises; use neuron_streams.get_device_properties()."),
-    ("current_stream", "modified", "(device=None, /)", _OURS),
-    ("set_stream", "modified", "(stream)", _OURS),
-    ("synchronize", "modified", "(device=None, /)", _OURS),
-    ("empty_cache", "modified", "()", _MEMORY),
-    ("empty_host_cache", "modified", "()", _MEMORY),
-    ("get_memory_info", "modified", "(device_index=None, /)", _MEMORY),
-    ("max_memory_allocated", "modified", "(device_index=None, /)", _MEMORY),
-    ("max_memory_reserved", "modified", "(device_index=None, /)", _MEMORY),
-    ("memory_allocated", "modified", "(device_index=None, /)", _MEMORY),
-    ("memory_reserved", "modified", "(device_index=None, /)", _MEMORY),
-    ("memory_stats", "modified", "(device_index=None, /)", _MEMORY),
-    ("reset_accumulated_memory_stats", "modified", "(device_index=None, /)", _MEMORY),
-    ("reset_peak_memory_stats", "modified", "(device_index=None, /)", _MEMORY),
+    ("current_stream", "match", "(device=None, /)", ""),
+    ("set_stream", "match", "(stream)", ""),
+    ("synchronize", "match", "(device=None, /)", ""),
+    ("empty_cache", "match", "()", ""),
+    ("empty_host_cache", "match", "()", ""),
+    ("get_memory_info", "match", "(device_index=None, /)", ""),
+    ("max_memory_allocated", "match", "(device_index=None, /)", ""),
+    ("max_memory_reserved", "match", "(device_index=None, /)", ""),
+    ("memory_allocated", "match", "(device_index=None, /)", ""),
+    ("memory_reserved", "match", "(device_index=None, /)", ""),
+    ("memory_stats", "match", "(device_index=None, /)", ""),
+    ("reset_accumulated_memory_stats", "match", "(device_index=None, /)", ""),
+    ("reset_peak_memory_stats", "match", "(device_index=None, /)", ""),
     ("Graph", "absent", "(keep_graph=False, *, pool=None, capture_error_mode='default')",
      "torch raises. " + _GRAPHS),
 )
@@ -219,11 +283,11 @@ NEURON: _Rows = (
 ADDED: _Rows = (
     ("compile", "added", "", "The NEFF, and its stand-in on a CPU."),
     ("Executable", "added", "", "What compile() returns."),
-    ("NeuronTensor", "added", "", "A device tensor."),
     ("NeuronStream", "added", "", "The class called Stream."),
     ("UnsupportedError", "added", "", "What is not there, as an exception."),
     ("testing", "added", "", "Gate, and runtimes to step by hand."),
     ("decode", "added", "", "The decode loop."),
+    ("get_amp_supported_dtype", "added", "()", "torch asks it of a device's module."),
     ("cache_folder", "added", "()", "Where compiled code and converted weights are kept."),
 )
 
@@ -231,12 +295,14 @@ ADDED: _Rows = (
 # Names of torch.cuda that concern neither streams nor events, devices, memory or graphs.
 OUTSIDE = frozenset(
     """
-    amp current_blas_handle current_solver_handle default_generators get_arch_list
-    get_gencode_flags get_rng_state get_rng_state_all has_half has_magma initial_seed
-    is_tf32_supported jiterator manual_seed nccl nvtx profiler random seed seed_all
-    set_rng_state set_rng_state_all sparse tunable BFloat16Storage BFloat16Tensor BoolStorage
-    BoolTensor ByteStorage ByteTensor CharStorage CharTensor ComplexDoubleStorage
+    current_blas_handle current_solver_handle get_arch_list get_gencode_flags has_half has_magma
+    is_tf32_supported jiterator nccl profiler sparse tunable BFloat16Storage BFloat16Tensor
+    BoolStorage BoolTensor ByteStorage ByteTensor CharStorage CharTensor ComplexDoubleStorage
     ComplexFloatStorage DoubleStorage DoubleTensor FloatStorage FloatTensor HalfStorage
     HalfTensor IntStorage IntTensor LongStorage LongTensor ShortStorage ShortTensor
     """.split()  # noqa: SIM905
+)
+# Absent names that are classes: a program names them in annotations and isinstance.
+CLASSES = frozenset(
+    ["CUDAGraph", "CUDAPluggableAllocator", "GreenContext", "MemPool", "cudaStatus", "graph"]
 )

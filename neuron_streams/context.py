@@ -15,15 +15,23 @@ import logging
 import os
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils import backend_registration
 
 from neuron_streams import _dynamo
 from neuron_streams._runtime import extension, process
-from neuron_streams._runtime.port import CancelledError, Command, Failure, Runtime, Ticket
+from neuron_streams._runtime.port import (
+    CancelledError,
+    Command,
+    Failure,
+    Kind,
+    Runtime,
+    Ticket,
+)
+from neuron_streams._torch import distributed
 from neuron_streams.errors import AcceleratorError
 
 __all__ = [
@@ -32,6 +40,7 @@ __all__ = [
     "begin",
     "context",
     "core",
+    "has_name",
     "index_of",
     "lazy_call",
     "raise_first",
@@ -71,7 +80,7 @@ class Context:
                 command.name = f"{command.name.partition(SUBMITTED)[0]}{SUBMITTED}{_caller()}"
             return
         if self.logging:
-            what = f"{type(command).__name__} {command.name!r} to neuron:{state.device}"
+            what = f"{Kind(command.kind).name.title()} {command.name!r} to neuron:{state.device}"
             log.debug("submit %s as %s, after %s", what, ticket, after)
         if self.blocking:
             self.runtime.wait(ticket)
@@ -145,21 +154,41 @@ def begin(wanted: Runtime | str | None) -> Context:
             port = getattr(runtime, "port", None) or native.ForeignPort(runtime)
             found = Context(runtime, port)
             native.set_port(port)
+            native.start_autograd_threads()
             _held.context = found
-    while _waiting:
-        _waiting.popleft()()
+    if _waiting:
+        _call_waiting()
     return found
 
 
-_waiting: deque[Callable[[], object]] = deque()
+_waiting: dict[object, Callable[[], object]] = {}
 
 
-def lazy_call(function: Callable[[], object]) -> None:
-    """Call a function now, or at the first use if that has not come yet."""
+def lazy_call(function: Callable[[], object], key: object = None) -> None:
+    """Call a function now, or at the first use if that has not come yet.
+
+    Of the functions with one key only the last is called: a program that seeds a million times and
+    never uses a device keeps one.
+    """
     if _held.context is not None:
         function()
-    else:
-        _waiting.append(function)
+        return
+    key = object() if key is None else key
+    _waiting.pop(key, None)
+    _waiting[key] = function
+
+
+def _call_waiting() -> None:
+    """Call all that waits, in its order, and then raise the first error."""
+    errors = []
+    while _waiting:
+        function = _waiting.pop(next(iter(_waiting)))
+        try:
+            function()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def replace(runtime: Runtime | None) -> Runtime | None:
@@ -190,14 +219,20 @@ def register_name(module: Any) -> None:
     """Make "neuron" the name of a device, and nothing more, unless another package has done so."""
     if torch._C._get_privateuse1_backend_name() != "privateuseone" or hasattr(torch, "neuron"):
         return
-    torch.utils.rename_privateuse1_backend("neuron")
-    torch._register_device_module("neuron", module)
-    torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
+    backend_registration.rename_privateuse1_backend("neuron")
+    torch._register_device_module("neuron", module)  # type: ignore[no-untyped-call]
+    backend_registration.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
+    distributed.register(lazy_call, core)
+
+
+def has_name() -> bool:
+    """Whether the device "neuron" of this process is ours."""
+    return getattr(torch, "neuron", None) is sys.modules["neuron_streams"]
 
 
 def _check_name() -> None:
     """Step aside where a native backend, or another one, has the device."""
-    if getattr(torch, "neuron", None) is sys.modules["neuron_streams"]:
+    if has_name():
         return
     name = torch._C._get_privateuse1_backend_name()
     raise RuntimeError(
@@ -250,7 +285,6 @@ def raise_first(failures: Iterable[Failure]) -> None:
     """Raise the first cause with its first traceback, and name the others."""
     found = list(failures)
     if found:
-        process.linger()
         first, *others = found
         _note(first.error, _where(first))
         for number, other in enumerate(others):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from types import TracebackType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from neuron_streams._runtime import process
-from neuron_streams.context import DeviceLike, begin, context, core, index_of
+from neuron_streams.context import DeviceLike, begin, context, core, has_name, index_of, lazy_call
 from neuron_streams.errors import AcceleratorError
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "device",
     "device_count",
     "device_of",
+    "get_amp_supported_dtype",
     "get_device_capability",
     "get_device_name",
     "get_device_properties",
@@ -54,8 +56,11 @@ def is_initialized() -> bool:
 
 
 def is_available() -> bool:
-    """Whether streams can be used here: always, since the CPU plays the device where none is."""
-    return True
+    """Whether the device can be used here, which this does not begin.
+
+    Always, since the CPU plays it where none is, but where another package has the name "neuron".
+    """
+    return has_name()
 
 
 def device_count() -> int:
@@ -234,6 +239,11 @@ def get_device_capability(device: DeviceLike = None) -> tuple[int, int]:
     return (0, 0)
 
 
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """What torch.autocast("neuron") can cast to; torch asks for it."""
+    return [torch.float16, torch.bfloat16]
+
+
 def is_bf16_supported(including_emulation: bool = True) -> bool:
     """True: every NeuronCore computes in bfloat16, and so does the CPU that plays one."""
     return True
@@ -257,3 +267,11 @@ def _is_in_bad_fork() -> bool:
 def _lazy_init() -> None:
     """Torch calls it before it makes or moves a tensor to the device."""
     context()
+
+
+def _lazy_call(callable: Callable[[], Any], **kwargs: Any) -> None:  # noqa: A002
+    """Call a function now, or at the first use if that has not come yet.
+
+    `seed` and `seed_all`, which CUDA takes, change nothing: calls run in their order.
+    """
+    lazy_call(callable)

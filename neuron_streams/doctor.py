@@ -10,15 +10,15 @@ import importlib.metadata
 import os
 import platform
 import shlex
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from neuron_streams._runtime import cache, process, toolchain
-from neuron_streams._runtime.emulated import EmulatedRuntime
-from neuron_streams._runtime.port import Runtime
-from neuron_streams.device import get_device_name, init, is_initialized
+from neuron_streams._runtime import cache, extension, process, toolchain
+from neuron_streams._runtime.nrt.survey import Survey, survey
+from neuron_streams.device import get_device_name, init
 
 __all__ = ["Report", "examine"]
 
@@ -31,14 +31,14 @@ class Report:
 
     runtime: str
     why: str
-    worker: str
     devices: list[str]
     implicit_waits: bool
     versions: dict[str, str | None]
     cxx_compiler: str | None
-    c_compiler: str | None
+    extension: str
     cache_folder: str
     cache_bytes: int
+    neuron: str
     native_streams: bool
     threads: int
     advice: list[str]
@@ -50,13 +50,13 @@ class Report:
         found = {name: version or "not installed" for name, version in self.versions.items()}
         lines = [
             f"runtime         {self.runtime}: {self.why}",
-            f"workers         {self.worker}",
             f"devices         {len(self.devices)}: {', '.join(self.devices)}",
             f"implicit waits  {'on' if self.implicit_waits else 'off'}",
             *(f"{name:15} {version}" for name, version in found.items()),
             f"C++ compiler    {self.cxx_compiler or 'none'}",
-            f"C compiler      {self.c_compiler or 'none'}",
+            f"extension       {self.extension}",
             f"cache           {self.cache_folder} ({self.cache_bytes / 1e6:.1f} MB)",
+            f"Neuron          {self.neuron}",
             f"native streams  {'torch.neuron is there' if self.native_streams else 'no'}",
             f"threads         {self.threads} per kernel",
         ]
@@ -67,35 +67,26 @@ class Report:
 def examine() -> Report:
     """Look at this machine. Starts the runtime. Host: waits for it and for a look at the disk."""
     native = has_native_streams()
-    cxx, cc = _shown(toolchain.cxx_compiler()), _shown(toolchain.c_compiler())
-    folder = cache.cache_folder()
+    cxx = toolchain.cxx_compiler()
+    folder = cache.location()
+    neuron = survey()
     init()
     runtime = process.runtime()
     return Report(
         runtime=runtime.name,
         why=process.why(),
-        worker=_worker(runtime),
         devices=[f"neuron:{i} {get_device_name(i)}" for i in range(runtime.device_count())],
         implicit_waits=os.environ.get("NEURON_STREAMS_IMPLICIT_WAITS", "1") != "0",
         versions=_versions(),
-        cxx_compiler=cxx,
-        c_compiler=cc,
+        cxx_compiler=None if cxx is None else shlex.join(cxx),
+        extension=extension.load().__file__,
         cache_folder=str(folder),
         cache_bytes=_size_of(folder),
+        neuron=str(neuron),
         native_streams=native,
         threads=torch.get_num_threads(),
-        advice=list(_advice(native, cxx, cc)),
+        advice=[*_advice(native, cxx is not None), *_advice_on(neuron)],
     )
-
-
-def _shown(command: tuple[str, ...] | None) -> str | None:
-    return None if command is None else shlex.join(command)
-
-
-def _worker(runtime: Runtime) -> str:
-    if isinstance(runtime, EmulatedRuntime):
-        return f"{runtime.worker}: {runtime.why}"
-    return "none: the runtime needs no threads of ours"
 
 
 def has_native_streams() -> bool:
@@ -103,7 +94,7 @@ def has_native_streams() -> bool:
 
     Every stub fails this without raising: its streams all have the id 0.
     """
-    if is_initialized() or not hasattr(torch, "neuron"):
+    if getattr(torch, "neuron", None) in (None, sys.modules["neuron_streams"]):
         return False
     try:
         first, second = torch.Stream("neuron"), torch.Stream("neuron")
@@ -130,27 +121,31 @@ def _size_of(folder: Path) -> int:
     return total
 
 
-def _advice(native: bool, cxx: str | None, cc: str | None) -> list[str]:
+def _advice_on(neuron: Survey) -> list[str]:
+    """Only where there is something of the Neuron stack: most machines have none and need none."""
+    if not neuron.driver:
+        return []
+    return [
+        *neuron.missing,
+        "There is a Neuron device: NEURON_STREAMS_RUNTIME=nrt drives it, which was never tried on "
+        "hardware",
+    ]
+
+
+def _advice(native: bool, compiler: bool) -> list[str]:
     advice = []
     if native:
         advice.append(
             "Native streams are here: replace `neuron_streams` by `torch.neuron` and uninstall this"
         )
-    if cxx is None:
+    if not compiler:
         advice.append(
-            "Install g++ (or set CXX): without a C++ compiler executables run as exported programs,"
-            " with the same results, slower and holding the GIL"
+            "Install g++ (or set CXX), or set NEURON_STREAMS_CACHE to a folder that "
+            "`neuron-streams build` has filled elsewhere: the device and executables are compiled"
         )
-    elif cc is None:
-        advice.append(
-            "Install cc: without a C compiler the device starts its next command only when Python "
-            "lets go of the GIL"
-        )
-    if Path("/dev/neuron0").exists():
-        advice.append("There is a Neuron device, which this version does not drive yet")
     try:
-        with cache.scratch():
-            pass
+        with cache.scratch() as folder:
+            (folder / "probe").write_bytes(bytes(1 << 20))
     except cache.CacheError as error:
         advice.append(str(error))
     if torch.get_num_threads() > 1 and "OMP_NUM_THREADS" not in os.environ:

@@ -6,6 +6,7 @@ import torch
 
 from neuron_streams._runtime.manual import DeadlockError as DeadlockError
 from neuron_streams._runtime.port import CancelledError as CancelledError
+from neuron_streams._runtime.process import FORKED as FORKED
 
 __all__ = [
     "AbsentError",
@@ -13,6 +14,7 @@ __all__ = [
     "AcceleratorError",
     "CancelledError",
     "CudaError",
+    "DeferredCudaCallError",
     "DeadlockError",
     "ForeignError",
     "OutOfMemoryError",
@@ -36,6 +38,13 @@ def check_error(res: int) -> None:
     """Raise CudaError unless the status is 0. Source: torch.cuda.check_error."""
     if res != 0:
         raise CudaError(res)
+
+
+class DeferredCudaCallError(Exception):
+    """Raised by nothing: a call that waits for the first use raises what it raises.
+
+    Source: torch.cuda.DeferredCudaCallError.
+    """
 
 
 class UnsupportedError(NotImplementedError):

@@ -53,6 +53,8 @@ def compile(  # noqa: A001  (torch spells it so)
         ValueError: `mutates` does not fit what the function does, it depends on values of tensors,
             or it updates a tensor of its own.
         TypeError: it takes or returns something that is not a tensor.
+        RuntimeError: the compiler fails or does not end; with its output.
+        OSError: the cache folder cannot be used; see `cache_folder`.
 
     Host: waits for the compilers, seconds for each part that is not in the cache.
     Source: torch_neuronx.trace.
@@ -204,6 +206,7 @@ class Executable:
 
         Raises:
             ValueError: the file is damaged or foreign, or made for another processor or torch.
+            OSError: the file cannot be read, or the cache folder cannot be used.
 
         Host: waits for the disk.
         """
@@ -236,7 +239,10 @@ def _check_placed(where: str, tensor: torch.Tensor, device: int) -> None:
         raise ValueError(
             f"{where} is a conjugate or negative view. Give it its resolve_conj().resolve_neg()."
         )
-    if tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.itemsize + tensor.nbytes:
+    if (
+        tensor.untyped_storage().nbytes()
+        < tensor.storage_offset() * tensor.itemsize + tensor.nbytes
+    ):
         raise ValueError(f"{where} reaches outside its storage, which was resized.")
 
 

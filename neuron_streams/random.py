@@ -6,13 +6,15 @@ interleave. Seeds set before the first use are kept for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import overload
 
 import torch
 
 from neuron_streams.context import DeviceLike, context, core, index_of, lazy_call
 
 __all__ = [
+    "default_generators",
     "get_rng_state",
     "get_rng_state_all",
     "initial_seed",
@@ -33,6 +35,23 @@ def _generator(device: DeviceLike) -> torch.Generator:
 
 def _all() -> list[torch.Generator]:
     return [_generator(index) for index in range(context().count)]
+
+
+class _Generators(Sequence[torch.Generator]):
+    """The generators of the devices, by index; looked up at each use, so that none starts here."""
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Generator: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[torch.Generator, ...]: ...
+    def __getitem__(self, index: int | slice) -> torch.Generator | tuple[torch.Generator, ...]:
+        return tuple(_all())[index]
+
+    def __len__(self) -> int:
+        return context().count
+
+
+default_generators: Sequence[torch.Generator] = _Generators()
 
 
 def get_rng_state(device: DeviceLike = None) -> torch.Tensor:
@@ -75,7 +94,7 @@ def manual_seed_all(seed: int) -> None:
         for generator in _all():
             generator.manual_seed(number)
 
-    lazy_call(apply)
+    lazy_call(apply, key=manual_seed_all)
 
 
 def seed() -> None:

@@ -146,7 +146,7 @@ class NeuronStream(torch.Stream):
             raise foreign_stream(stream)
         _wait_stream(self, stream)
 
-    def record_event(self, event: torch.Event | None = None) -> Event:  # type: ignore[override]
+    def record_event(self, event: torch.Event | None = None) -> Event:
         """Record an event here, a new one if none is given; returns it. Host: returns at once."""
         from neuron_streams.event import Event
 

@@ -1,17 +1,30 @@
 """Every name of torch.cuda's stream, event, device, memory and graph surface, and its class.
 
 Each row has a class: *match* (the same), *modified* (how), *mismatch* (why), *absent* (what to use
-instead; asking for it raises that sentence) or *added*. The README table and the errors of absent
+instead; calling it raises that sentence) or *added*. The README table and the errors of absent
 names are made from these rows; a test fails on a name of torch.cuda that has none.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, NoReturn, TypeAlias
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
-from neuron_streams._surface_rows import ACCELERATOR, ADDED, CUDA, EVENT, NEURON, OUTSIDE, STREAM
-from neuron_streams.errors import AbsentError, AbsentImportError
+from neuron_streams._surface_rows import (
+    ACCELERATOR,
+    ADDED,
+    AMP,
+    CLASSES,
+    COMM,
+    CUDA,
+    EVENT,
+    NEURON,
+    NVTX,
+    OUTSIDE,
+    STREAM,
+)
+from neuron_streams.errors import AbsentError, AbsentImportError, UnsupportedError
 
 __all__ = [
     "Absent",
@@ -22,6 +35,7 @@ __all__ = [
     "markdown",
     "missing",
     "not_importable",
+    "placeholder",
     "rows",
 ]
 
@@ -46,6 +60,9 @@ SPACES = {
     "torch.cuda": CUDA,
     "torch.cuda.Stream": STREAM,
     "torch.cuda.Event": EVENT,
+    "torch.cuda.amp": AMP,
+    "torch.cuda.comm": COMM,
+    "torch.cuda.nvtx": NVTX,
     "torch.accelerator": ACCELERATOR,
     "torch.neuron": NEURON,
     "neuron_streams": ADDED,
@@ -79,8 +96,38 @@ def missing(what: str, *spaces: str) -> AttributeError:
 
 
 def not_importable(error: AttributeError) -> Exception:
-    """What `from neuron_streams import graph` raises, which is an ImportError with the sentence."""
+    """What `from neuron_streams import graphs` raises: an ImportError with the sentence."""
     return AbsentImportError(*error.args) if isinstance(error, AbsentError) else error
+
+
+class _AbsentClass(type):
+    """A class that can be named, as in annotations and isinstance, and has no instance."""
+
+    _sentence: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(cls._sentence)
+
+
+@functools.cache
+def placeholder(name: str) -> Any:
+    """What stands for a class or function of torch.cuda that is absent; None for any other name.
+
+    A program may name it, import it and annotate with it: only a call raises the row's sentence.
+    """
+    row = find("torch.cuda", name)
+    if row is None or row.kind != "absent" or not row.signature:
+        return None
+    sentence = f"neuron_streams.{name}: absent. {row.note}"
+    if name in CLASSES:
+        return _AbsentClass(name, (), {"_sentence": sentence, "__module__": "neuron_streams"})
+
+    def absent(*args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(sentence)
+
+    absent.__name__ = absent.__qualname__ = name
+    absent.__doc__ = sentence
+    return absent
 
 
 class Absent:

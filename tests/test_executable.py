@@ -1,10 +1,13 @@
+import gc
+import weakref
+
 import pytest
 import torch
 
 import neuron_streams
-from neuron_streams import Executable, NeuronTensor, compile  # noqa: A004
+from neuron_streams import Executable, compile  # noqa: A004
 from neuron_streams._compiler import build, plan
-from neuron_streams._runtime.port import View
+from neuron_streams.context import core
 from neuron_streams.executable import TensorSpec
 from neuron_streams.testing import Gate
 from tests.compiler.compiled import deep, model, needs_cxx, pair
@@ -40,7 +43,8 @@ def test_compiled_results_are_futures_of_the_current_stream():
     with Gate(stream) as gate, neuron_streams.stream(stream):
         results = pair()(torch.ones(2, 3), torch.arange(3.0))
         assert isinstance(results, tuple)
-        assert [result.is_ready for result in results] == [False, False]
+        assert [result.device.type for result in results] == ["neuron"] * 2
+        assert not stream.query()
         gate.open()
     assert results[0].cpu().tolist() == [[1, 2, 3]] * 2
     assert results[1].cpu().tolist() == [[2, 2, 2]] * 2
@@ -128,7 +132,7 @@ def test_a_result_is_never_an_input():
 
 def test_structures_come_back():
     one = torch.ones(2)
-    assert isinstance(exported(lambda x: x + 1, one)(one), NeuronTensor)
+    assert exported(lambda x: x + 1, one)(one).device.type == "neuron"
     assert isinstance(exported(lambda x: [x + 1, x], one)(one), list)
     nested = exported(lambda x: {"a": (x + 1, x), "b": x * 2}, one)
     results = nested(one)
@@ -184,8 +188,7 @@ def test_a_tensor_of_another_device(add):
 
 
 def test_a_device_tensor_that_is_not_contiguous(add):
-    view = torch.ones(3, 2).to("neuron")._view
-    turned = NeuronTensor._wrap(View(view.buffer, view.dtype, (2, 3), (1, 2)))
+    turned = torch.ones(3, 2).to("neuron").t()
     with pytest.raises(ValueError, match=r"^add: input 'x' has strides \(1, 2\)"):
         add(turned, torch.ones(3))
 
@@ -201,13 +204,12 @@ def test_what_is_updated_must_not_be_given_twice():
         return x + kv.mul_(2)
 
     made = exported(step, torch.ones(3), torch.ones(3), mutates=["kv"])
-    both = torch.ones(6).to("neuron")._view
-    first, second = (
-        NeuronTensor._wrap(View(both.buffer, both.dtype, (3,), (1,), offset)) for offset in (0, 3)
-    )
+    both = torch.ones(6).to("neuron")
+    first, second = both[:3], both[3:]
     with pytest.raises(ValueError, match=r"^step: inputs \['x', 'kv'\] share memory, and 'kv'"):
         made(first, first)
     assert made(first, second).cpu().tolist() == [3, 3, 3]
+    assert both.tolist() == [1, 1, 1, 2, 2, 2]
 
 
 def test_mutates_must_say_what_is_true():
@@ -279,3 +281,24 @@ def test_examples_may_be_one_tensor():
     difference, total = exe(a, b, c)
     assert difference.tolist() == [2.0] * 4
     assert total.tolist() == c.tolist() == [6.0] * 4
+
+
+def test_memory_of_an_executable_that_nothing_names_is_let_go():
+    class Watched:
+        name = "watched"
+
+        def run(self, inputs):
+            return [torch.zeros(2)]
+
+    handle = Watched()
+    gone = weakref.ref(handle)
+    loaded = core().Loaded("watched", [], [(torch.float32, (2,), (1,))], [], 0, handle)
+    with Gate():
+        (x,) = loaded.call([])
+        del loaded, handle
+        gc.collect()
+        assert gone() is not None, "a pending command names it"
+    assert x.tolist() == [0.0, 0.0]
+    neuron_streams.synchronize()
+    core().tidy()
+    assert gone() is None

@@ -50,7 +50,7 @@ else:
 """
 
 
-def python(script, seconds=60.0, **environment):
+def python(script, seconds=200.0, **environment):
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", script],
         capture_output=True,
@@ -158,7 +158,7 @@ def first():
 threads = [threading.Thread(target=first) for _ in range(16)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
-print(len(found), len({id(s) for s in found}), len({id(s._state.context) for s in found}))
+print(len(found), len({id(s) for s in found}), len({s._state.lane for s in found}))
 """
 
 SPEAKS = {
@@ -177,7 +177,7 @@ def outcomes():
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -207,11 +207,11 @@ def test_torch_logs_shows_the_log():
 
 def test_a_launch_blocks_where_the_environment_asks_for_it(monkeypatch):
     monkeypatch.setenv("NEURON_LAUNCH_BLOCKING", "1")
-    with use_runtime(EmulatedRuntime(1)):
+    with use_runtime(EmulatedRuntime(1)) as runtime:
         s = neuron_streams.Stream()
         with neuron_streams.stream(s):
             neuron_streams._sleep(1_000_000)
-        assert s._state.context.runtime.completed(s._state.lane) == s._state.last.value
+        assert runtime.completed(s._state.lane) == runtime.submitted(s._state.lane) == 1
 
 
 def test_dropping_a_stream_with_work_pending_returns_and_the_work_is_done(monkeypatch):
@@ -269,10 +269,9 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("worker", ["native", "python"])
 @pytest.mark.parametrize("name", WAITS)
-def test_who_waits_holds_neither_the_gil_nor_a_lock(name, worker):
-    with use_runtime(EmulatedRuntime(1, worker=worker)):
+def test_a_wait_holds_neither_the_gil_nor_a_lock(name):
+    with use_runtime(EmulatedRuntime(1)):
         s, done, entered = neuron_streams.Stream(), [], threading.Event()
         gate = Gate(s)
         with neuron_streams.stream(s):
@@ -301,8 +300,7 @@ def test_who_waits_holds_neither_the_gil_nor_a_lock(name, worker):
         assert done == [name]
 
 
-@pytest.mark.parametrize("worker", ["native", "python"])
-def test_a_device_is_waited_for_while_streams_come_and_go(worker):
+def test_a_device_is_waited_for_while_streams_come_and_go():
     before, wrong = sys.getswitchinterval(), []
 
     def work():
@@ -316,7 +314,7 @@ def test_a_device_is_waited_for_while_streams_come_and_go(worker):
         except Exception as error:
             wrong.append(error)
 
-    with use_runtime(EmulatedRuntime(1, worker=worker)):
+    with use_runtime(EmulatedRuntime(1)):
         threads = [threading.Thread(target=work) for _ in range(4)]
         sys.setswitchinterval(1e-5)
         try:
@@ -352,14 +350,17 @@ def test_two_threads_wait_for_each_other():
         assert seen == [True, True]
 
 
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="threads are counted by /proc")
 def test_no_thread_is_left_behind():
-    before = threading.active_count()
+    before = threads()
     runtime = EmulatedRuntime(2)
     with use_runtime(runtime):
         neuron_streams._sleep(0)
         neuron_streams.synchronize()
         assert context().runtime is runtime
-    for thread in threading.enumerate():
-        if thread.name.startswith("neuron_streams worker"):
-            thread.join(5)
-    assert threading.active_count() <= before
+        assert threads() > before
+    assert threads() <= before

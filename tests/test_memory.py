@@ -1,4 +1,4 @@
-"""Copies, pinned memory, and the counts of both."""
+"""Memory of devices, pinned memory, the counts of both, and capacity."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import neuron_streams as ns
-from neuron_streams import memory
 from neuron_streams.testing import EmulatedRuntime, Gate, ManualRuntime, use_runtime
 
 
@@ -97,10 +96,12 @@ def test_pinned_memory_is_counted_while_it_lives(runtime):
 
 def test_pinning_keeps_values_shape_and_type(runtime):
     source = torch.arange(12, dtype=torch.int16).reshape(3, 4).t()
-    made = memory.pin(source)
+    made = source.pin_memory()
     assert made.equal(source)
     assert made.dtype == source.dtype
-    assert made.is_contiguous()
+    assert made.is_pinned()
+    assert not source.is_pinned()
+    assert torch.empty(4, pin_memory=True).is_pinned()
 
 
 def test_a_data_loader_pins(runtime):
@@ -141,3 +142,52 @@ def test_sync_debug_mode_warns_or_raises_where_a_call_waits_for_a_stream(runtime
         with pytest.raises(RuntimeError, match="^invalid value of debug_mode, expected one of"):
             ns.set_sync_debug_mode(wrong)
     ns.synchronize()
+
+
+def test_a_device_without_room_says_how_much_there_is(runtime):
+    total = ns.mem_get_info(1)[1]
+    ns.set_per_process_memory_fraction(1e-6, 1)
+    capacity = ns.mem_get_info(1)[1]
+    assert capacity == int(total * 1e-6)
+    assert ns.get_per_process_memory_fraction(1) == pytest.approx(1e-6, rel=1e-3)
+    kept = torch.empty(1000, dtype=torch.uint8, device="neuron:1")
+    before = ns.memory_stats(1)
+    words = r"^neuron out of memory\. Tried to allocate .* MiB\. NeuronCore 1 has a total capacity"
+    with pytest.raises(torch.OutOfMemoryError, match=words) as caught:
+        torch.empty(capacity, dtype=torch.uint8, device="neuron:1")
+    assert " in 1 buffers is allocated by tensors and pending commands." in str(caught.value)
+    assert "csrc" not in str(caught.value)
+    after = ns.memory_stats(1)
+    assert (after["num_ooms"], after["num_alloc_retries"]) == (
+        before["num_ooms"] + 1,
+        before["num_alloc_retries"] + 1,
+    )
+    assert ns.memory_allocated(1) == kept.nbytes
+    torch.empty(capacity, dtype=torch.uint8, device="neuron:0")
+    with pytest.raises(ValueError, match="^Invalid fraction value: 2"):
+        ns.set_per_process_memory_fraction(2)
+    ns.set_per_process_memory_fraction(1.0, 1)
+    assert ns.mem_get_info(1)[1] == total
+
+
+def test_room_is_made_by_what_completes(runtime):
+    ns.set_per_process_memory_fraction(1e-6)
+    capacity = ns.mem_get_info()[1]
+    pinned, s = torch.empty(capacity, dtype=torch.uint8).pin_memory(), ns.Stream()
+    first = torch.empty(capacity, dtype=torch.uint8, device="neuron")
+    with ns.stream(s):
+        pinned.copy_(first, non_blocking=True)
+    del first
+    second = torch.empty(capacity, dtype=torch.uint8, device="neuron")
+    assert ns.memory_allocated() == second.nbytes
+
+
+def test_the_environment_sets_the_capacity(monkeypatch):
+    monkeypatch.setenv("NEURON_STREAMS_MEMORY", "4096")
+    with use_runtime(ManualRuntime(2)):
+        assert ns.mem_get_info() == (4096, 4096)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(4097, dtype=torch.uint8, device="neuron")
+    monkeypatch.setenv("NEURON_STREAMS_MEMORY", "4 GB")
+    with pytest.raises(ValueError, match="^NEURON_STREAMS_MEMORY='4 GB' is no number of bytes"):
+        ns.testing.replace(ManualRuntime(1))

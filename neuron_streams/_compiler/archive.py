@@ -5,6 +5,7 @@ Loading one loads its compiled code: load only what you would run.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -12,21 +13,21 @@ import os
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from torch.utils import _pytree as pytree
 
-from neuron_streams._compiler.signature import Signature, TensorSpec
+from neuron_streams._compiler import saved
+from neuron_streams._compiler.saved import need
+from neuron_streams._compiler.signature import Signature
 from neuron_streams._runtime import cache, toolchain
 from neuron_streams._runtime.port import Payload
-from neuron_streams._runtime.program import Layout, Library, Program, Run, Slice
+from neuron_streams._runtime.program import Library, Program
 
 __all__ = ["read", "write"]
 
-_KIND, _FORMAT = "neuron_streams executable", 1
+_KIND, _FORMAT = "neuron_streams executable", 2
 
 
 def write(path: str | os.PathLike[str], signature: Signature, payload: Payload) -> None:
@@ -39,11 +40,7 @@ def write(path: str | os.PathLike[str], signature: Signature, payload: Payload) 
         "payload": payload.format,
         "torch": torch.__version__,
         "machine": toolchain.machine(),
-        "name": signature.name,
-        "inputs": [_spec_to_json(spec) for spec in signature.inputs],
-        "outputs": [_spec_to_json(spec) for spec in signature.outputs],
-        "mutates": list(signature.mutates),
-        "structure": pytree.treespec_dumps(signature.structure),
+        **saved.signature_to_json(signature),
         "sha256": {name: hashlib.sha256(data).hexdigest() for name, data in entries.items()},
     }
     target = Path(path)
@@ -72,104 +69,126 @@ def _umask() -> int:
 
 def read(path: str | os.PathLike[str]) -> tuple[Signature, Payload]:
     """Read an executable from a file. Raises ValueError if it is damaged, foreign or unfit."""
+    with open(path, "rb") as file:
+        manifest, data = _entries(path, file)
+        try:
+            signature = saved.signature_from_json(manifest)
+            if manifest["payload"] == "exported":
+                content: object = _exported(signature, data)
+                return signature, Payload("exported", signature.name, content)
+            need(manifest["payload"] == "program", f"{manifest['payload']!r} is no kind of payload")
+            _check_here(path, manifest)
+            return signature, Payload("program", signature.name, _program(signature, data))
+        except (_UnfitError, cache.CacheError):
+            raise
+        except Exception as error:  # a file may say anything, to torch as well
+            what = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+            raise ValueError(f"{path} is damaged: {what}. Compile it again.") from error
+
+
+class _UnfitError(ValueError):
+    """Whole, but made for another place."""
+
+
+def _entries(
+    path: str | os.PathLike[str], file: BinaryIO
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The manifest and all that it lists, whole."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            data = {name: archive.read(name) for name in archive.namelist()}
-        manifest = json.loads(data.pop("manifest.json"))
-        ours = manifest.get("kind") == _KIND
-    except (zipfile.BadZipFile, KeyError, ValueError, EOFError, AttributeError) as error:
+        with zipfile.ZipFile(file) as archive:
+            _check_stored(archive, os.fstat(file.fileno()).st_size)
+            names = set(archive.namelist()) - {"manifest.json"}
+            manifest = json.loads(archive.read("manifest.json"))
+            ours = manifest["kind"] == _KIND
+            data = {name: archive.read(name) for name in names} if ours else {}
+    except Exception as error:  # zipfile raises what it comes across
         raise ValueError(f"{path} is not an executable, or is cut short: {error}") from error
-    if not ours or manifest["format"] != _FORMAT:
+    if not ours or manifest.get("format") != _FORMAT:
         raise ValueError(
             f"{path} is not an executable of this version of neuron_streams. Compile it again."
         )
     digests = {name: hashlib.sha256(entry).hexdigest() for name, entry in data.items()}
-    if digests != manifest["sha256"]:
+    if digests != manifest.get("sha256"):
         raise ValueError(f"{path} is damaged: its entries are not those that were saved.")
-    try:
-        signature, payload = _signature(manifest), _payload(path, manifest, data)
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: its manifest has no good {error}.") from error
-    if payload.format == "program":
-        _check_layouts(path, signature, payload.content)
-    return signature, payload
+    return manifest, data
 
 
-def _check_layouts(path: str | os.PathLike[str], signature: Signature, program: Program) -> None:
-    """What a call is checked against must be what the libraries read."""
-    promised = [(spec.dtype, spec.shape) for spec in signature.inputs]
-    if promised != [(layout.dtype, layout.size) for layout in program.inputs]:
-        raise ValueError(
-            f"{path} is damaged: its manifest describes other inputs than its libraries take. "
-            "Compile it again."
-        )
+def _check_stored(archive: zipfile.ZipFile, size: int) -> None:
+    """Reading it takes no more memory than its size: nothing is packed, nothing there twice."""
+    entries = archive.infolist()
+    need(all(e.compress_type == zipfile.ZIP_STORED for e in entries), "an entry is compressed")
+    need(len({e.filename for e in entries}) == len(entries), "an entry is there twice")
+    need(sum(e.file_size for e in entries) <= size, "its entries are larger than the whole")
 
 
-def _signature(manifest: dict[str, Any]) -> Signature:
-    return Signature(
-        manifest["name"],
-        tuple(_spec_from_json(spec) for spec in manifest["inputs"]),
-        tuple(_spec_from_json(spec) for spec in manifest["outputs"]),
-        tuple(manifest["mutates"]),
-        pytree.treespec_loads(manifest["structure"]),
-    )
-
-
-def _payload(
-    path: str | os.PathLike[str], manifest: dict[str, Any], data: dict[str, bytes]
-) -> Payload:
-    name = manifest["name"]
-    if manifest["payload"] == "exported":
-        program = torch.export.load(io.BytesIO(data["exported.pt2"]))
-        return Payload("exported", name, program.module(check_guards=False))
+def _check_here(path: str | os.PathLike[str], manifest: dict[str, Any]) -> None:
     here = {"torch": torch.__version__, "machine": toolchain.machine()}
     for what, found in here.items():
         if manifest[what] != found:
-            raise ValueError(
+            raise _UnfitError(
                 f"{path} was compiled for {what} {manifest[what]}, but here it is {found}. "
                 "Compile it again, or save one that was compiled with target='exported'."
             )
-    return Payload("program", name, _program(name, data))
+
+
+def _exported(signature: Signature, data: dict[str, bytes]) -> torch.nn.Module:
+    with zipfile.ZipFile(io.BytesIO(data["exported.pt2"])) as archive:
+        _check_stored(archive, len(data["exported.pt2"]))
+    program = torch.export.load(io.BytesIO(data["exported.pt2"]))
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    for what, names, specs in (
+        ("inputs", program.graph_signature.user_inputs, signature.inputs),
+        ("outputs", program.graph_signature.user_outputs, signature.outputs),
+    ):
+        found = [(values[str(name)].dtype, tuple(values[str(name)].shape)) for name in names]
+        declared = [(spec.dtype, spec.shape) for spec in specs]
+        need(found == declared, f"it describes other {what} than its graph has")
+    return program.module(check_guards=False)
 
 
 def _program_entries(program: Program) -> dict[str, bytes]:
     weights = io.BytesIO()
     torch.save([_compact(weight) for weight in program.weights], weights)
-    plan = {
-        "inputs": [_layout_to_json(layout) for layout in program.inputs],
-        "results": program.results,
-        "steps": [_step_to_json(step) for step in program.steps],
-        "outputs": [[_layout_to_json(o) for o in lib.outputs] for lib in program.libraries],
-    }
+    plan = json.dumps(saved.plan_to_json(program)).encode()
     libraries = {f"{n}.so": lib.path.read_bytes() for n, lib in enumerate(program.libraries)}
-    return {"plan.json": json.dumps(plan).encode(), "weights.pt": weights.getvalue(), **libraries}
+    return {"plan.json": plan, "weights.pt": weights.getvalue(), **libraries}
 
 
-def _program(name: str, data: dict[str, bytes]) -> Program:
+def _program(signature: Signature, data: dict[str, bytes]) -> Program:
     plan = json.loads(data["plan.json"])
-    libraries = tuple(
-        Library(_kept(data[f"{number}.so"]), tuple(_layout_from_json(o) for o in outputs))
-        for number, outputs in enumerate(plan["outputs"])
-    )
-    return Program(
-        name,
-        tuple(_layout_from_json(layout) for layout in plan["inputs"]),
-        tuple(torch.load(io.BytesIO(data["weights.pt"]), weights_only=True)),
-        libraries,
-        tuple(_step_from_json(step) for step in plan["steps"]),
-        tuple(plan["results"]),
-    )
+    names = [f"{number}.so" for number in range(len(data) - 2)]
+    need(data.keys() == {"plan.json", "weights.pt", *names}, f"it has entries {sorted(data)}")
+    paths = [_kept(data[name]) for name in names]
+    layouts = [saved.layouts_of(toolchain.loads(path)) for path in paths]
+    libraries = [Library(path, said.outputs) for path, said in zip(paths, layouts, strict=True)]
+    weights = _weights(data["weights.pt"])
+    program = saved.plan_from_json(signature.name, plan, weights, libraries)
+    saved.check_program(signature, program, layouts)
+    return program
 
 
 def _kept(library: bytes) -> Path:
     key = hashlib.sha256(library).hexdigest()
-    return cache.keep(
-        "archives", key, "library.so", lambda path: _write(path, library), toolchain.loads
-    )
+    write = functools.partial(_write, data=library)
+    return cache.keep("archives", key, "library.so", write, toolchain.loads)
 
 
 def _write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
+
+
+def _weights(data: bytes) -> list[torch.Tensor]:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        _check_stored(archive, len(data))
+    weights = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    good = isinstance(weights, list) and all(
+        type(weight) is torch.Tensor and weight.is_cpu and weight.layout is torch.strided
+        for weight in weights
+    )
+    need(good, "its weights are no list of tensors")
+    storages = {w.untyped_storage()._cdata: w.untyped_storage().nbytes() for w in weights}
+    need(sum(storages.values()) <= len(data), "its weights are larger than their file")
+    return list(weights)
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
@@ -188,38 +207,3 @@ def _export(graph: torch.nn.Module, signature: Signature) -> bytes:
         warnings.simplefilter("ignore", FutureWarning)  # torch.export warns of its own internals
         torch.export.save(torch.export.export(graph, examples, strict=False), file)
     return file.getvalue()
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def _spec_to_json(spec: TensorSpec) -> list[Any]:
-    return [spec.name, str(spec.dtype).removeprefix("torch."), spec.shape, spec.stride]
-
-
-def _spec_from_json(saved: list[Any]) -> TensorSpec:
-    name, dtype, shape, stride = saved
-    return TensorSpec(name, _dtype(dtype), tuple(shape), tuple(stride))
-
-
-def _layout_to_json(layout: Layout) -> list[Any]:
-    return [str(layout.dtype).removeprefix("torch."), layout.size, layout.stride]
-
-
-def _layout_from_json(saved: list[Any]) -> Layout:
-    dtype, size, stride = saved
-    return Layout(_dtype(dtype), tuple(size), tuple(stride))
-
-
-def _step_to_json(step: Run | Slice) -> list[Any]:
-    if isinstance(step, Run):
-        return ["run", step.library, step.inputs, step.outputs]
-    return ["slice", step.source, step.target, step.size, step.stride, step.offset]
-
-
-def _step_from_json(saved: list[Any]) -> Run | Slice:
-    kind, *rest = [tuple(item) if isinstance(item, list) else item for item in saved]
-    made: Callable[..., Run | Slice] = Run if kind == "run" else Slice
-    return made(*rest)

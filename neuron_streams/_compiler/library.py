@@ -29,15 +29,16 @@ import torch
 from torch import fx
 
 from neuron_streams._compiler.plan import Plan
+from neuron_streams._compiler.saved import Layouts, layouts_text
 from neuron_streams._compiler.segment import Segment
 from neuron_streams._runtime import cache, toolchain
-from neuron_streams._runtime.program import Library, Program, Run
+from neuron_streams._runtime.program import Layout, Library, Program, Run
 
 __all__ = ["UnsupportedOperatorError", "libraries", "program"]
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 _KIND, _FILE = "executables", "library.so"
 _MODEL = Path(__file__).with_name("model.h")
 _KERNEL_HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
@@ -144,7 +145,8 @@ class _Source:
     text: str
     compile: tuple[str, ...]
     link: tuple[str, ...]
-    constants: bytes
+    constants_suffix: str
+    constants: str
 
 
 def _generate(segment: Segment) -> _Source:
@@ -154,22 +156,22 @@ def _generate(segment: Segment) -> _Source:
     inputs = [node.meta["val"] for node in segment.graph.find_nodes(op="placeholder")]
     with _plain_folder() as folder:
         with _inductor_settings(folder):
-            options = {
-                **_OPTIONS,
-                "aot_inductor.output_path": folder,
-                "cpp.cxx": (_for_inductor(folder),),
-            }
+            own = {"aot_inductor.output_path": folder, "cpp.cxx": (_stand_in(folder),)}
+            options = {**_OPTIONS, **own}
             files = torch._inductor.aot_compile(module, tuple(inputs), options=options)
         assert isinstance(files, list)
         paths = [Path(str(file)) for file in files]
         by_end = {path.name.partition(".wrapper")[2] or path.suffix: path for path in paths}
         if ".json" in by_end:
             raise UnsupportedOperatorError(_first_operator(by_end[".json"]))
+        made = by_end[".o"]
+        (constants,) = made.parent.glob(f"{made.name}.*")
         return _Source(
-            by_end[".cpp"].read_text(),
+            by_end[".cpp"].read_text() + layouts_text(_layouts(segment)),
             _flags(by_end["_compile_flags.json"]),
             _flags(by_end["_linker_flags.json"]),
-            by_end[".o"].read_bytes(),
+            constants.suffix,
+            constants.read_text(),
         )
 
 
@@ -183,31 +185,54 @@ _OPTIONS = {
 }
 
 
+def _layouts(segment: Segment) -> Layouts:
+    values = [node.meta["val"] for node in segment.graph.find_nodes(op="placeholder")]
+    inputs = [Layout(value.dtype, tuple(value.size()), value.stride()) for value in values]
+    return Layouts(tuple(inputs), segment.outputs)
+
+
+# Inductor takes no arguments with its compiler, runs it without a bound and knows it by its path.
+_STAND_IN = """#!/bin/sh
+case $1 in
+--version) printf '%s\\n' {version}; exit ;;
+-dump*) printf '%s\\n' {number}; exit ;;
+esac
+for word; do
+    case $word in *.S | *.s | *.cpp) source=$word ;; esac
+    [ "$last" = -o ] && target=$word
+    last=$word
+done
+while IFS= read -r line; do printf '%s\\n' "$line"; done <"$source" >"$target.${{source##*.}}"
+: >"$target"
+"""
+
+
+def _stand_in(folder: str) -> str:
+    """A program that says what the compiler says of itself, and keeps what it is to compile."""
+    gcc = toolchain.is_gcc(_cxx())
+    version = toolchain.run([*_cxx(), "--version"])
+    number = toolchain.run([*_cxx(), "-dumpfullversion", "-dumpversion"]) if gcc else ""
+    script = Path(folder) / ("g++" if gcc else "clang++")
+    text = _STAND_IN.format(version=shlex.quote(version), number=shlex.quote(number))
+    script.write_text(text, encoding="utf-8")
+    script.chmod(0o700)
+    return str(script)
+
+
 @contextlib.contextmanager
 def _plain_folder() -> Iterator[str]:
     """A folder for what Inductor writes, which puts its path into commands without quotes."""
     with cache.scratch() as own, contextlib.ExitStack() as stack:
-        if not _is_plain(str(own)):
-            shared = tempfile.gettempdir()
-            parent = shared if _is_plain(shared) else "/tmp"
-            yield stack.enter_context(tempfile.TemporaryDirectory(dir=parent))
-        else:
+        if _is_plain(str(own)):
             yield str(own)
+        else:
+            parent = tempfile.gettempdir()
+            parent = parent if _is_plain(parent) else "/tmp"
+            yield stack.enter_context(tempfile.TemporaryDirectory(dir=parent))
 
 
 def _is_plain(path: str) -> bool:
-    return shlex.quote(path) == path
-
-
-def _for_inductor(folder: str) -> str:
-    """The compiler as one path without spaces, since Inductor takes no arguments with it."""
-    command = _cxx()
-    if len(command) == 1 and _is_plain(command[0]):
-        return command[0]
-    script = Path(folder) / "c++"
-    script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
-    script.chmod(0o700)
-    return str(script)
+    return shlex.quote(path) == path and "clang" not in path
 
 
 @contextlib.contextmanager
@@ -248,6 +273,8 @@ def _assemble(key: str, source: _Source, headers: dict[str, Future[Path]]) -> Pa
     def build(target: Path) -> None:
         try:
             _compile_split(source, target, {n: h.result() for n, h in headers.items()})
+        except toolchain.StuckError:
+            raise
         except (RuntimeError, ValueError) as error:
             log.info("compiling as torch does, since the short way failed: %s", error)
             _compile_whole(source, target)
@@ -282,13 +309,18 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _compile_whole(source: _Source, target: Path) -> None:
-    file, constants = target.with_name("whole.cpp"), target.with_name("constants.o")
-    file.write_text(source.text)
-    constants.write_bytes(source.constants)
-    made = file.with_suffix(".o")
-    toolchain.run([*_cxx(), "-O2", *source.compile, "-c", str(file), "-o", str(made)], made)
-    file.unlink()
-    _link(source, [made, constants], target)
+    objects = []
+    for name, text in (
+        ("whole.cpp", source.text),
+        (f"constants{source.constants_suffix}", source.constants),
+    ):
+        file = target.with_name(name)
+        file.write_text(text)
+        objects.append(file.with_suffix(".o"))
+        command = [*_cxx(), "-O2", *source.compile, "-c", str(file), "-o", str(objects[-1])]
+        toolchain.run(command, objects[-1])
+        file.unlink()
+    _link(source, objects, target)
 
 
 def _link(source: _Source, objects: Sequence[Path], target: Path) -> None:

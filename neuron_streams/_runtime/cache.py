@@ -25,7 +25,16 @@ from pathlib import Path
 
 from neuron_streams._runtime import ownership
 
-__all__ = ["CacheError", "cache_folder", "exclusive", "find", "keep", "refuse_noexec", "scratch"]
+__all__ = [
+    "CacheError",
+    "cache_folder",
+    "exclusive",
+    "find",
+    "keep",
+    "location",
+    "refuse_noexec",
+    "scratch",
+]
 
 log = logging.getLogger(__name__)
 
@@ -47,23 +56,35 @@ def cache_folder() -> Path:
     that cannot be written, one named by the user's id in the folder for temporary files. A relative
     path counts from where the process was at the first call.
 
+    Raises:
+        OSError: it cannot be looked at, or a user who is neither this one nor root owns it or may
+            write it, and so could decide what runs here.
+
     Host: returns after a look at the disk.
     """
-    return _absolute(os.environ.get("NEURON_STREAMS_CACHE", "")) or _default()
+    folder = location()
+    with _explained("read", folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        _refuse_foreign(folder)
+    return folder
+
+
+def location() -> Path:
+    """Where the cache is, whoever owns it."""
+    chosen = os.path.expanduser(os.environ.get("NEURON_STREAMS_CACHE", ""))
+    return _absolute(chosen) if chosen and chosen[0] != "~" else _default()
 
 
 @functools.cache
-def _absolute(chosen: str) -> Path | None:
-    expanded = os.path.expanduser(chosen)
-    return Path(expanded).absolute() if expanded and expanded[0] != "~" else None
+def _absolute(chosen: str) -> Path:
+    return Path(chosen).absolute()
 
 
 def _default() -> Path:
-    bases = os.environ.get("XDG_CACHE_HOME", ""), _home() and f"{_home()}/.cache"
-    for base in bases:
+    home = _home()
+    for base in (os.environ.get("XDG_CACHE_HOME", ""), home and f"{home}/.cache"):
         if os.path.isabs(base):  # a relative one is to be ignored, says the XDG specification
             folder = Path(base) / "neuron_streams"
-            if _writable(next(path for path in (folder, *folder.parents) if path.exists())):
+            if _writable(next(path for path in (folder, *folder.parents) if os.path.exists(path))):
                 return folder
     return _temporary() / f"neuron_streams-{os.geteuid()}"
 
@@ -78,7 +99,7 @@ def _home() -> str:
 
 
 def _writable(folder: Path) -> bool:
-    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
 
 
 def _temporary() -> Path:
@@ -104,11 +125,10 @@ def find(kind: str, key: str, filename: str, check: Check | None = None) -> Path
     folder = root / kind / key
     with _explained("read", root):
         try:
-            os.lstat(folder)
+            for path in (root / kind, folder, *_files(folder)):
+                _refuse_foreign(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        for path in (root, root / kind, folder, *_files(folder)):
-            _refuse_foreign(path)
         fault = _fault(folder, filename, check)
     if fault is None:
         return folder / filename
@@ -117,7 +137,7 @@ def find(kind: str, key: str, filename: str, check: Check | None = None) -> Path
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else []
+    return sorted(folder.iterdir())
 
 
 def _fault(folder: Path, filename: str, check: Check | None) -> str | None:
@@ -192,7 +212,7 @@ def keep(
         with _explained("written", folder.parent):
             fresh = workshop / "fresh"
             fresh.mkdir(mode=0o755)
-            _built(build, fresh / filename)
+            build(fresh / filename)
             _seal(fresh)
             while not _settle(fresh, folder):
                 found = find(kind, key, filename, check)
@@ -200,17 +220,9 @@ def keep(
                     return found
                 _discard(folder, workshop)
     if fault := _fault(folder, filename, check):
+        shutil.rmtree(folder, ignore_errors=True)
         raise RuntimeError(f"{folder / filename} was built and cannot be used: {fault}")
     return folder / filename
-
-
-def _built(build: Callable[[Path], object], path: Path) -> None:
-    try:
-        build(path)
-    except RuntimeError as error:  # compilers say it in many tongues
-        if shutil.disk_usage(path.parent).free < _FULL:
-            raise CacheError(f"{path.parent} is on a full disk. Make room, {_ADVICE}.") from error
-        raise
 
 
 def _seal(fresh: Path) -> None:
@@ -271,9 +283,21 @@ def _workshop(parent: Path, key: str) -> Iterator[Path]:
             for other in parent.glob(".*.*"):
                 if other.name != f".{key}.lock" and other != folder:
                     _sweep(other, folder, locked)
-            yield folder
+            with _room(parent):
+                yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _room(folder: Path) -> Iterator[None]:
+    """Whatever fails on a full disk fails for that: compilers say it in many words."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        if shutil.disk_usage(folder).free < _FULL and not isinstance(error, CacheError):
+            raise _full(folder) from error
+        raise
 
 
 def _sweep(path: Path, own: Path, locked: bool) -> None:
@@ -311,7 +335,7 @@ def _locked(path: Path, wait: bool = True) -> Iterator[bool]:
 
 def _take(path: Path, wait: bool) -> tuple[int, bool]:
     """The file, open, and whether it could be locked. Raises BlockingIOError without `wait`."""
-    with _explained("written", path):
+    with _explained("written", path.parent):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
@@ -347,7 +371,14 @@ def _explained(done: str, folder: Path) -> Iterator[None]:
     except CacheError:
         raise
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _full(folder) from error
+        what = error.filename or folder if done == "read" else folder
         raise CacheError(
-            f"{error.filename or folder} cannot be {done} ({error.strerror or error}). "
-            f"Give this user access to it, {_ADVICE}."
+            f"{what} cannot be {done} ({error.strerror or error}). Give this user access to it, "
+            f"{_ADVICE}."
         ) from error
+
+
+def _full(folder: Path) -> CacheError:
+    return CacheError(f"{folder} is on a full disk. Make room, {_ADVICE}.")

@@ -123,7 +123,9 @@ class _Chain:
         self._given = ctypes.c_void_p * len(program.inputs)
         self._made = ctypes.c_void_p * len(program.results)
         self._reference = ctypes.byref(self.table)
-        self._run = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 3)(("ns_run", ctypes.CDLL(extension.load().__file__)))
+        self._run = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 3)(
+            ("ns_run", ctypes.CDLL(extension.load().__file__))
+        )
 
     def run(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
         given, made = self._given(*[tensor.data_ptr() for tensor in inputs]), self._made()

@@ -12,16 +12,18 @@ import gc
 import os
 import sys
 import threading
+from collections.abc import Callable
+from typing import Any
 
 from neuron_streams._runtime import extension
-from neuron_streams._runtime.port import Handle, Payload, Runtime
+from neuron_streams._runtime.port import Handle, Payload
 
 __all__ = ["EmulatedRuntime"]
 
 EXIT_SECONDS = 0.75  # for work in flight at interpreter exit; the process is gone within two
 
 
-class EmulatedRuntime(Runtime):
+class EmulatedRuntime:
     """Emulates `devices` NeuronCores on this machine's CPU.
 
     Its functions are those of the extension's port (`_torch/csrc/native.cpp`), bound as they are.
@@ -29,10 +31,25 @@ class EmulatedRuntime(Runtime):
 
     name = "emulated"
 
+    busy_intervals: Callable[..., Any]
+    close_lane: Callable[..., Any]
+    complete: Callable[..., Any]
+    completed: Callable[..., Any]
+    completed_at: Callable[..., Any]
+    device_count: Callable[..., Any]
+    drain: Callable[..., Any]
+    failures: Callable[..., Any]
+    lanes: Callable[..., Any]
+    open_lane: Callable[..., Any]
+    submit: Callable[..., Any]
+    submitted: Callable[..., Any]
+    wait: Callable[..., Any]
+    wait_for_room: Callable[..., Any]
+
     def __init__(self, devices: int = 2) -> None:
         self.port = port = extension.load().NativePort(devices)
         self._pid = os.getpid()
-        for function in _BOUND:
+        for function in EmulatedRuntime.__annotations__:
             setattr(self, function, getattr(port, function))
         _living.add(self)
         _close_at_exit()
@@ -53,28 +70,12 @@ class EmulatedRuntime(Runtime):
             _living.discard(self)
 
 
-_BOUND = (
-    "busy_intervals",
-    "close_lane",
-    "complete",
-    "completed",
-    "completed_at",
-    "device_count",
-    "drain",
-    "failures",
-    "lanes",
-    "open_lane",
-    "submit",
-    "submitted",
-    "wait",
-    "wait_for_room",
-)
-
 _living: set[EmulatedRuntime] = set()
 _registered = False
 
 
 def _close_living() -> None:
+    extension.begin_exit()
     for runtime in list(_living):
         runtime.close(EXIT_SECONDS)
     if _living:

@@ -2,11 +2,13 @@
 
 Compiled once, at first use, and kept in the cache by its sources, torch, Python, the compiler and
 its flags. Its sources are the native worker here (worker/*.c, native.c) and the backend beside it
-(../_torch/csrc): one library, since each command passes through both.
+(../_torch/csrc): one library, since each command passes through both. The backend of process groups
+(../_torch/c10d) is another, since few programs need it.
 """
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
 import functools
@@ -15,29 +17,67 @@ import importlib.machinery
 import importlib.util
 import logging
 import os
+import shutil
 import sys
 import sysconfig
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from neuron_streams._runtime import cache, toolchain
 
-__all__ = ["NoExtensionError", "build", "load"]
+__all__ = [
+    "EXTENSION",
+    "PROCESS_GROUP",
+    "Library",
+    "NoExtensionError",
+    "begin_exit",
+    "build",
+    "load",
+]
 
 log = logging.getLogger(__name__)
 
-_NAME = "_neuron"
 _HERE = Path(__file__).parent
-_BACKEND = _HERE.parent / "_torch" / "csrc"
-# Files compiled as one, so that the headers of torch, which take most of the time, are read once
-# for each group; the groups take about as long as each other.
-_GROUPS = (
-    ("window", "copy", "shape", "operator", "autocast", "random", "execute"),
-    ("buffer", "command", "native", "stream", "guard", "foreign", "python"),
+_BACKEND = _HERE.parent / "_torch"
+
+
+class Library(NamedTuple):
+    """A module of Python to compile.
+
+    Each of `groups` is compiled as one file, so that the headers of torch, which take most of the
+    time, are read once for each; the groups take about as long as each other.
+    """
+
+    name: str
+    folder: Path
+    groups: tuple[tuple[str, ...], ...]
+    others: tuple[Path, ...]  # in C, and headers of other folders
+
+    @property
+    def sources(self) -> list[Path]:
+        found = [path for path in self.folder.iterdir() if path.suffix in (".h", ".cpp")]
+        return sorted([*found, *self.others])
+
+
+EXTENSION = Library(
+    "_neuron",
+    _BACKEND / "csrc",
+    (
+        ("window", "copy", "shape", "operator", "autocast", "random", "execute", "collective"),
+        ("buffer", "command", "native", "stream", "guard", "engine", "foreign", "python"),
+    ),
+    (*sorted((_HERE / "worker").glob("*.[ch]")), _HERE / "native.c"),
+)
+PROCESS_GROUP = Library(
+    "_neuron_c10d",
+    _BACKEND / "c10d",
+    (("group",),),
+    (_BACKEND / "csrc" / "collective.h",),
 )
 _CXX = ("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden")
 _C = ("-x", "c", "-std=c11", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread")
@@ -48,29 +88,39 @@ class NoExtensionError(RuntimeError):
 
 
 _loading = threading.Lock()
-_loaded: Any = None
+_loaded: dict[str, Any] = {}
 
 
-def load() -> Any:
-    """The extension module, compiled at first use. Host: waits for the compiler, some 15 seconds.
+def load(library: Library = EXTENSION) -> Any:
+    """A library as a module, compiled at first use. Host: waits for the compiler, some 15 seconds.
+
+    Where the cache cannot be used it is compiled for this process alone, each time.
 
     Raises:
         NoExtensionError: there is no C++ compiler, or it fails; the message says what to do.
-        CacheError: what is in the cache cannot be trusted, or cannot be written.
     """
-    global _loaded
-    if _loaded is None:
+    if library.name not in _loaded:
         with _loading:
-            if _loaded is None:
-                _loaded = _imported(build())
-    return _loaded
+            if library.name not in _loaded:
+                try:
+                    path = build(library)
+                except cache.CacheError as error:
+                    path = _build_for_this_process(library, error)
+                _loaded[library.name] = _imported(library, path)
+    return _loaded[library.name]
 
 
-def build() -> Path:
-    """Compile the extension unless it is in the cache, and return its path."""
+def begin_exit() -> None:
+    """Have daemon threads that come back from a wait sleep on: the process ends."""
+    if EXTENSION.name in _loaded:
+        _loaded[EXTENSION.name].begin_exit([x.ident for x in threading.enumerate() if x.daemon])
+
+
+def build(library: Library = EXTENSION) -> Path:
+    """Compile a library unless it is in the cache, and return its path."""
     compiler = toolchain.cxx_compiler()
-    key = _key(compiler)
-    name = f"{_NAME}.so"
+    key = _key(library)
+    name = f"{library.name}.so"
     found = cache.find("extension", key, name, toolchain.loads)
     if found is not None:
         return found
@@ -82,27 +132,50 @@ def build() -> Path:
             "has filled on a machine with the same Python, torch and processor."
         )
     try:
-        return cache.keep(
-            "extension", key, name, functools.partial(_compile, compiler), toolchain.loads
-        )
+        compiling = functools.partial(_compile_kept, library, compiler)
+        return cache.keep("extension", key, name, compiling, toolchain.loads)
     except RuntimeError as error:
-        raise NoExtensionError(f"The extension of neuron_streams does not compile. {error}") from error
+        raise NoExtensionError(
+            f"The extension of neuron_streams does not compile. {error}"
+        ) from error
 
 
-def _key(compiler: tuple[str, ...] | None) -> str:
-    """What the extension depends on. Without a compiler any in the cache that fits will do."""
+def _build_for_this_process(library: Library, reason: cache.CacheError) -> Path:
+    """Compile a library outside of the cache, in a folder that no other user may write."""
+    compiler = toolchain.cxx_compiler()
+    if compiler is None:
+        raise NoExtensionError(f"{reason} There is no C++ compiler either.") from reason
+    log.warning("neuron_streams is compiled for this process alone: %s", reason)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f"{library.name}-", dir=_executable_folder()))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        target = folder / f"{library.name}.so"
+        _compile(library, compiler, folder, target)
+    except (OSError, RuntimeError) as error:
+        raise NoExtensionError(f"{reason} Nor can it be compiled without: {error}") from error
+    return target
+
+
+def _executable_folder() -> str | None:
+    """A folder for temporary files whose file system runs code; None for the default one."""
+    for folder in (tempfile.gettempdir(), "/var/tmp", "/dev/shm"):
+        with contextlib.suppress(OSError):
+            cache.refuse_noexec(Path(folder))
+            if os.access(folder, os.W_OK | os.X_OK):
+                return folder
+    return None
+
+
+def _compile_kept(library: Library, compiler: tuple[str, ...], target: Path) -> None:
+    with cache.scratch() as folder:
+        _compile(library, compiler, folder, target)
+
+
+def _key(library: Library) -> str:
+    """What a library depends on. Without a compiler any in the cache that fits will do."""
     parts = [torch.__version__, sys.version, toolchain.machine(), *_CXX, *_C]
-    texts = [path.read_bytes() for path in _sources()]
+    texts = [path.read_bytes() for path in library.sources]
     return hashlib.sha256(b"\0".join([*(part.encode() for part in parts), *texts])).hexdigest()
-
-
-def _sources() -> list[Path]:
-    folders = (_HERE / "worker", _BACKEND)
-    found = [path for folder in folders for path in folder.iterdir() if path.suffix in _SUFFIXES]
-    return sorted([*found, _HERE / "native.c"])
-
-
-_SUFFIXES = (".c", ".h", ".cpp")
 
 
 def _includes() -> list[str]:
@@ -111,15 +184,15 @@ def _includes() -> list[str]:
     return [f"-I{folder}" for folder in folders]
 
 
-def _compile(compiler: tuple[str, ...], target: Path) -> None:
-    with cache.scratch() as folder, _progress("compiling neuron_streams, once"):
+def _compile(library: Library, compiler: tuple[str, ...], folder: Path, target: Path) -> None:
+    with _progress("compiling neuron_streams, once"):
         jobs: list[tuple[list[str], Path]] = []
-        for number, group in enumerate(_GROUPS):
+        for number, group in enumerate(library.groups):
             whole = folder / f"group{number}.cpp"
-            whole.write_text("".join(f'#include "{_BACKEND / name}.cpp"\n' for name in group))
+            whole.write_text("".join(f'#include "{library.folder / name}.cpp"\n' for name in group))
             made = folder / f"group{number}.o"
             jobs.append(([*compiler, *_CXX, *_includes(), "-c", str(whole), "-o", str(made)], made))
-        for source in (*sorted((_HERE / "worker").glob("*.c")), _HERE / "native.c"):
+        for source in (path for path in library.others if path.suffix == ".c"):
             made = folder / f"{source.stem}.o"
             jobs.append(([*compiler, *_C, "-c", str(source), "-o", str(made)], made))
         _run_all(jobs)
@@ -156,9 +229,9 @@ def _progress(what: str) -> Iterator[None]:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def _imported(path: Path) -> Any:
-    loader = importlib.machinery.ExtensionFileLoader(_NAME, str(path))
-    spec = importlib.util.spec_from_file_location(_NAME, path, loader=loader)
+def _imported(library: Library, path: Path) -> Any:
+    loader = importlib.machinery.ExtensionFileLoader(library.name, str(path))
+    spec = importlib.util.spec_from_file_location(library.name, path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)

@@ -46,16 +46,17 @@ FORGOTTEN = (1 << 63) - 1  # a closed lane has completed whatever it was given
 
 
 class Unit(enum.IntEnum):
-    """An execution unit of a NeuronCore."""
+    """An execution unit of a NeuronCore, or none: PEERS are waits for other processes."""
 
     COMPUTE = 0
     TENSOR_OP = 1
     COLLECTIVES = 2
+    PEERS = 3
 
     @property
     def queues(self) -> int:
         """How many commands it runs at a time."""
-        return self.value + 1
+        return (1, 2, 3, 58)[self]
 
 
 class Kind(enum.IntEnum):
@@ -71,6 +72,7 @@ class Kind(enum.IntEnum):
     COPY = 3
     EXECUTE = 4
     OPERATOR = 5
+    COLLECTIVE = 6
 
 
 class Ticket(NamedTuple):
@@ -107,6 +109,8 @@ class Buffer(Protocol):
     @property
     def address(self) -> int: ...
     @property
+    def peer(self) -> object: ...  # what `Runtime.allocate` gave for it
+    @property
     def writer(self) -> Ticket | None: ...
     @property
     def failure(self) -> Failure | None: ...
@@ -131,6 +135,8 @@ class View(Protocol):
     def offset(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def lazy(self) -> bool: ...  # conjugated or negated when it is read
 
 
 class Command(Protocol):
@@ -155,6 +161,9 @@ class Command(Protocol):
     def outputs(self) -> Sequence[Buffer]: ...
     @property
     def mutated(self) -> Sequence[Buffer]: ...
+
+    def blame(self) -> Failure | None:
+        """The failure of the first poisoned buffer that it reads."""
 
     def attempt(self, ticket: Ticket) -> Failure | None:
         """Run to the end here, unless what it reads is poisoned, and settle what it writes."""
@@ -251,6 +260,10 @@ class Runtime(Protocol):
 
     def drain(self) -> None:
         """Block until everything that can run has run."""
+
+    # A runtime with memory of its own has `allocate(device, nbytes)`, too. What that returns is the
+    # buffer's `peer` and is let go of with it; its `address` is where the host reaches the memory
+    # directly, 0 where it cannot: then the host's data come and go by commands.
 
     def load(self, payload: Payload, device: int) -> Handle: ...
 

@@ -1,6 +1,6 @@
 """The one runtime of this process: chosen once, refused after a fork, closed before the end.
 
-`NEURON_STREAMS_RUNTIME` chooses: `auto` (nrt where libnrt and a device are, else emulated),
+`NEURON_STREAMS_RUNTIME` chooses: `auto` (emulated, as long as nrt has not run on hardware),
 `emulated`, `manual`, `nrt`. A reason of its own: streams, events and executables all ask for the
 runtime, and none of them should know how it came to be.
 """
@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 
+from neuron_streams._runtime import extension
 from neuron_streams._runtime.emulated import EXIT_SECONDS, EmulatedRuntime
 from neuron_streams._runtime.manual import ManualRuntime
 from neuron_streams._runtime.port import Runtime
@@ -21,7 +22,6 @@ __all__ = [
     "create",
     "in_bad_fork",
     "is_started",
-    "linger",
     "replace",
     "runtime",
     "start",
@@ -40,7 +40,6 @@ _lock = threading.Lock()
 _runtime: Runtime | None = None
 _forked = False
 _hooked = False
-_exiting = False
 
 
 def chosen() -> str:
@@ -58,7 +57,7 @@ def why() -> str:
     asked = chosen()
     if asked != "auto":
         return f"NEURON_STREAMS_RUNTIME={asked}"
-    return "no Neuron device is driven from here yet, so the CPU plays it"
+    return "the CPU plays the device; NEURON_STREAMS_RUNTIME=nrt drives one, untried on hardware"
 
 
 def _device_count() -> int:
@@ -71,16 +70,15 @@ def _device_count() -> int:
 
 
 def create(name: str) -> Runtime:
-    """A new runtime of a kind; `auto` is the emulated one until nrt drives hardware."""
+    """A new runtime of a kind; `auto` is the emulated one until nrt was seen to drive hardware."""
     if name in ("auto", "emulated"):
         return EmulatedRuntime(_device_count())
     if name == "manual":
         return ManualRuntime(_device_count())
     if name == "nrt":
-        raise RuntimeError(
-            "NEURON_STREAMS_RUNTIME=nrt asks for libnrt, which this version does not drive yet; "
-            "use emulated, which runs everything on this machine's CPU"
-        )
+        from neuron_streams._runtime.nrt.runtime import NrtRuntime
+
+        return NrtRuntime()
     raise ValueError(f"init: {name!r} names no runtime; use auto, emulated, manual or nrt")
 
 
@@ -141,15 +139,8 @@ def _hook() -> None:
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def linger() -> None:
-    """Keep a daemon thread that the exit overtook from complaining: it ends with the process."""
-    if _exiting and threading.current_thread().daemon:
-        threading.Event().wait()
-
-
 def _close() -> None:
-    global _exiting
-    _exiting = True
+    extension.begin_exit()
     if _runtime is not None and not _forked:
         _runtime.close(EXIT_SECONDS)
 

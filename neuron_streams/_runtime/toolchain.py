@@ -26,6 +26,7 @@ from neuron_streams._runtime import cache
 
 __all__ = [
     "StoppedError",
+    "StuckError",
     "c_compiler",
     "cxx_compiler",
     "is_gcc",
@@ -38,6 +39,10 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _SAID = 2000  # characters of a compiler's output that an error repeats
+
+
+class StuckError(RuntimeError):
+    """A compiler did not end in time, so trying again is no use."""
 
 
 class StoppedError(Exception):
@@ -84,10 +89,10 @@ def _readings(chosen: str) -> list[tuple[str, ...]]:
 
 
 def run(command: Sequence[str], made: Path | None = None) -> str:
-    """Run a compiler, for `NEURON_STREAMS_COMPILE_SECONDS` (600) at most. Returns its output.
+    """Run a compiler, for `NEURON_STREAMS_COMPILE_SECONDS` (1800) at most, and return its output.
 
-    Raises RuntimeError, with its output, if it fails, does not end, or does not leave the file
-    `made`.
+    Raises RuntimeError, with its output, if it fails or does not leave the file `made`, StuckError
+    if it does not end.
     """
     seconds = _bound()
     try:
@@ -96,21 +101,18 @@ def run(command: Sequence[str], made: Path | None = None) -> str:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that it can be stopped with all that it has started
         )
     except OSError as error:
         raise RuntimeError(f"{command[0]} cannot be run: {error.strerror or error}.") from error
-    fault = None
     _running.add(process)
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired as late:
-        output = late.output or b""
-        fault = (
-            f"did not end within {seconds:g} s and was stopped; set "
-            "NEURON_STREAMS_COMPILE_SECONDS if it needs longer"
-        )
         _abandon(process)
+        raise StuckError(
+            f"{command[0]} did not end within {seconds:g} s and was stopped; set NEURON_STREAMS_"
+            f"COMPILE_SECONDS if it needs longer: {_text(late.output or b'')}"
+        ) from None
     except BaseException:
         _abandon(process)
         raise
@@ -118,23 +120,28 @@ def run(command: Sequence[str], made: Path | None = None) -> str:
         _running.discard(process)
     if process in _stopped:
         raise StoppedError(f"{command[0]} was stopped")
-    if process.returncode and not fault:
+    fault = None
+    if process.returncode:
         fault = f"failed ({process.returncode})"
-    if made is not None and not made.exists() and not fault:
+    elif made is not None and not made.exists():
         fault = f"ended well and has not made {made}"
-    text = output.decode("utf-8", errors="replace").strip()
     if fault:
-        raise RuntimeError(f"{command[0]} {fault}: {text[-_SAID:] or 'it printed nothing.'}")
-    return text
+        raise RuntimeError(f"{command[0]} {fault}: {_text(output)}")
+    return _text(output)
+
+
+def _text(output: bytes) -> str:
+    """What a compiler has printed, its end at least, whatever encoding it speaks."""
+    return output.decode("utf-8", errors="replace").strip()[-_SAID:] or "it printed nothing."
 
 
 def _bound() -> float:
-    text = os.environ.get("NEURON_STREAMS_COMPILE_SECONDS", "600")
+    text = os.environ.get("NEURON_STREAMS_COMPILE_SECONDS", "1800")
     with contextlib.suppress(ValueError):
         if 0 < float(text) <= threading.TIMEOUT_MAX:
             return float(text)
     raise ValueError(
-        f"NEURON_STREAMS_COMPILE_SECONDS={text!r} is no number of seconds above 0. Use 600, or "
+        f"NEURON_STREAMS_COMPILE_SECONDS={text!r} is no number of seconds above 0. Use 1800, or "
         "leave it out."
     )
 
@@ -144,15 +151,34 @@ _stopped: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
 
 
 def stop() -> None:
-    """End the compilers that run: an interrupt does not reach sessions of their own."""
+    """End the compilers that run: those of other threads would keep an interrupt waiting."""
     for process in list(_running):
         _stopped.add(process)
         _kill(process)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """End a compiler with all that it has started: `g++` is a driver of other programs.
+
+    They share our process group, so that whatever ends that, a terminal for one, ends them too.
+    """
+    started = _descendants(process.pid)
+    process.kill()
+    for pid in started:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = path.read_text(errors="replace").rpartition(")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(path.parent.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found[1:]
 
 
 def _abandon(process: subprocess.Popen[bytes]) -> None:

@@ -7,9 +7,8 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
 
-from neuron_streams.decode.engine_core import EngineCore
+from neuron_streams.decode.engine_core import EngineCore, closed
 from neuron_streams.decode.loop import DecodeLoop
 from neuron_streams.decode.request import RequestOutput
 from neuron_streams.decode.request_stream import OutputQueue, RequestStream
@@ -26,6 +25,7 @@ class DecodeEngine:
 
     The loop belongs to the engine from here on, and `close` closes it. Its thread runs on the
     stream on which the loop was made. What ends the loop reaches every stream and every later call.
+    In a forked child every call raises a RuntimeError, of the engine as of its streams.
 
     Args:
         loop: With no request unfinished.
@@ -59,6 +59,7 @@ class DecodeEngine:
 
     @property
     def unfinished_request_ids(self) -> tuple[str, ...]:
+        self._core.process.check()
         return self._core.unfinished_request_ids
 
     def add_request(
@@ -88,15 +89,21 @@ class DecodeEngine:
             RuntimeError: The engine is closed.
             Exception: What has ended the engine.
         """
-        queue = self._core.add_request(
-            request_id,
-            prompt_token_ids,
-            sampling_params,
-            priority,
-            on_output,
-            self.max_queued if max_queued is None else max_queued,
+        asked_at = time.perf_counter()
+        self._core.process.check()
+        admitted = self._core.loop.scheduler.check_request(
+            request_id, prompt_token_ids, sampling_params, priority, on_output
         )
-        return RequestStream(queue, self._core, self)
+        most = self.max_queued if max_queued is None else max_queued
+        queue = self._core.new_queue(admitted.request_id, most, on_output is not None)
+        # First, so that whatever interrupts the rest leaves a stream that is dropped.
+        stream = RequestStream(queue, self._core, self)
+        try:
+            self._core.add_request(queue, admitted, on_output, asked_at)
+            return stream
+        except BaseException:
+            stream.close()  # or its id would be in use as long as the traceback
+            raise
 
     def abort(self, request_id: str) -> bool:
         """End a request; False if none of that id is unfinished. Host: returns at once.
@@ -104,17 +111,17 @@ class DecodeEngine:
         The last output of its stream has finish reason `"abort"`, even where the request comes to
         its own end before the engine's thread hears of this. The id is free at once.
         """
-        self._core.check_open()
+        self._core.check_usable()
         return self._core.abort_id(request_id)
 
     def pause(self, request_id: str) -> bool:
         """As `DecodeLoop.pause_request`, from any thread."""
-        self._core.check_open()
+        self._core.check_usable()
         return self._core.set_paused(request_id, True)
 
     def resume(self, request_id: str) -> bool:
         """Undo a pause; a request that waits for its reader goes on waiting."""
-        self._core.check_open()
+        self._core.check_usable()
         return self._core.set_paused(request_id, False)
 
     def drain(self, timeout: float | None = None) -> tuple[str, ...]:
@@ -129,13 +136,13 @@ class DecodeEngine:
                 With `thread=False` that is looked at between two turns.
             Exception: What has ended the engine.
         """
+        self._core.process.check()
         self._core.check_no_callback("wait for")
         quiet = self._core.drained()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while self._core.driver is None and not quiet.done() and time.monotonic() < deadline:
             self.turn()
-        left = None if timeout is None else max(0.0, deadline - time.monotonic())
-        if wait([quiet], left).not_done:
+        if not quiet.wait(None if timeout is None else max(0.0, deadline - time.monotonic())):
             ids = ", ".join(map(repr, self.unfinished_request_ids))
             raise TimeoutError(
                 f"The engine has not come to rest within {timeout} s; unfinished are {ids}. Wait"
@@ -154,6 +161,7 @@ class DecodeEngine:
             RuntimeError: The engine has a thread, or is calling this from a callback.
             Exception: What has ended the engine.
         """
+        self._core.process.check()
         if self._core.driver is not None:
             raise RuntimeError(
                 "The engine's own thread drives it; only with thread=False turn() it."
@@ -162,8 +170,8 @@ class DecodeEngine:
         self._core.check_open()
         try:
             self._core.turn(wait=False)
-        except Exception as error:
-            self._core.end(error)
+        except BaseException as error:
+            self._core.fail(error)
             raise
         return self._core.has_work
 
@@ -175,12 +183,13 @@ class DecodeEngine:
         Returns:
             The ids of the requests that had not finished.
         """
+        self._core.process.check()
         driver = self._core.driver
         self._core.check_no_callback("close")
         if self._closed:
             return ()
+        # After an interrupt it is called again, so each part of it can be done twice.
         deadline = time.monotonic() + timeout
-        self._closed = True
         self._core.stop()
         try:
             if driver is not None:
@@ -190,11 +199,13 @@ class DecodeEngine:
             else:
                 self._core.loop.close(max(0.0, deadline - time.monotonic()))
         finally:
-            unfinished = self._core.end(RuntimeError("The decode engine is closed; make another."))
+            unfinished = self._core.end(closed())
+        self._closed = True
         return unfinished
 
     def __enter__(self) -> DecodeEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._core.process:
+            self.close()

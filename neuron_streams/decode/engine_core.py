@@ -12,8 +12,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
@@ -21,12 +20,13 @@ from queue import SimpleQueue
 import torch
 
 from neuron_streams.decode.admission import AdmittedRequest
+from neuron_streams.decode.future import Exclusive, Future
+from neuron_streams.decode.life import OwnProcess
 from neuron_streams.decode.loop import DecodeLoop
 from neuron_streams.decode.request import RequestOutput
 from neuron_streams.decode.request_stream import OutputQueue
-from neuron_streams.decode.sampling_params import SamplingParams
 
-__all__ = ["EngineCore"]
+__all__ = ["EngineCore", "closed"]
 
 logger = logging.getLogger(__name__)
 Callback = Callable[[RequestOutput], object]
@@ -48,20 +48,22 @@ class EngineCore:
 
     def __init__(self, loop: DecodeLoop) -> None:
         self.loop = loop
+        self.process = OwnProcess()
         self.driver: threading.Thread | None = None
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._lock = threading.Lock()
-        # Under the lock: who has which id, whom an end must reach, who waits for quiet.
+        self._exclusive = Exclusive()
+        # Who has which id, which changes in an exclusive section; whom an end must reach, who waits
+        # for quiet. What is left in the middle by an interrupt does no harm, and is done again.
         self._by_id: dict[str, OutputQueue] = {}
         self._open: set[OutputQueue] = set()
         self._drains: list[Future[None]] = []
         self._over: Exception | None = None
+        self._stopping = False
         # The driving thread's own. `_nearly_full` is looked through before each step, so a request
         # is in it only after something that may change whether it has to be paused: a step of its
         # own, an output, a reader that has made room, a pause or resume.
         self._live: dict[str, _Live] = {}
         self._nearly_full: set[_Live] = set()
-        self._stopping = False
         self._turning = False
         # Such modes are a thread's own, and the model may have been made in one.
         self._modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
@@ -73,70 +75,72 @@ class EngineCore:
         self.driver = threading.Thread(
             target=self.run, name="neuron-streams-decode-engine", daemon=True
         )
-        self.driver.start()
-        _end_at_exit(self)
+        try:
+            self.driver.start()
+            _end_at_exit(self)
+        except BaseException:
+            self.stop()  # an interrupted start may have started it
+            raise
+
+    def new_queue(self, request_id: str, max_queued: int, has_callback: bool) -> OutputQueue:
+        on_room = partial(self._inbox.put, partial(self._look_at, request_id))
+        return OutputQueue(request_id, max_queued, on_room, has_callback)
 
     def add_request(
         self,
-        request_id: str,
-        prompt: Sequence[int],
-        params: SamplingParams | None,
-        priority: float,
+        queue: OutputQueue,
+        admitted: AdmittedRequest,
         on_output: Callback | None,
-        max_queued: int,
-    ) -> OutputQueue:
-        now = time.perf_counter()
-        admitted = self.loop.scheduler.check_request(
-            request_id, prompt, params, priority, on_output
-        )
-        request_id = admitted.request_id
-        on_room = partial(self._inbox.put, partial(self._look_at, request_id))
-        queue = OutputQueue(request_id, max_queued, on_room, on_output is not None)
-        with self._lock:
-            self.check_open()
-            bearer = self._by_id.get(request_id)
-            if bearer is not None and not bearer.abandoned:
-                raise ValueError(
-                    f"Request id {request_id!r} is in use; wait until that request has finished,"
-                    " abort it, or choose another id."
-                )
-            self._by_id[request_id] = queue
-            self._open.add(queue)
-            live = _Live(queue, on_output)
-            self._inbox.put(partial(self._add, live, admitted, now))
-        return queue
+        asked_at: float,
+    ) -> None:
+        """Add the request whose outputs `queue` is for. After an interrupt, `abort` it."""
+        add = partial(self._add, _Live(queue, on_output), admitted, asked_at)
+        self._exclusive(partial(self._admit, queue, add))
+
+    def _admit(self, queue: OutputQueue, add: Callable[[], None]) -> None:
+        self.check_open()
+        bearer = self._by_id.get(queue.request_id)
+        if bearer is not None and not bearer.abandoned:
+            raise ValueError(
+                f"Request id {queue.request_id!r} is in use; wait until that request has finished,"
+                " abort it, or choose another id."
+            )
+        self._open.add(queue)
+        self._by_id[queue.request_id] = queue
+        self._inbox.put(add)
 
     def abort(self, queue: OutputQueue) -> bool:
         return self.abort_id(queue.request_id, queue)
 
     def abort_id(self, request_id: str, queue: OutputQueue | None = None) -> bool:
-        with self._lock:
-            bearer = self._by_id.get(request_id)
-            if bearer is None or (queue is not None and queue is not bearer):
-                return False
-            del self._by_id[request_id]
-            self._inbox.put(partial(self._abort, bearer))
-            return True
+        return self._exclusive(partial(self._free_id, request_id, queue))
+
+    def _free_id(self, request_id: str, queue: OutputQueue | None) -> bool:
+        bearer = self._by_id.get(request_id)
+        if bearer is None or (queue is not None and queue is not bearer):
+            return False
+        self._inbox.put(partial(self._abort, bearer))
+        del self._by_id[request_id]
+        return True
 
     def abandon(self, queue: OutputQueue) -> None:
-        # Called by the garbage collector, perhaps by a thread that holds the lock.
+        # Called by the garbage collector, perhaps in an exclusive section of this thread.
         queue.unread = True
         if not queue.ended:
             look_at = partial(self._look_at, queue.request_id)
             self._inbox.put(partial(self._abort, queue) if queue.abandoned else look_at)
 
     def set_paused(self, request_id: str, paused: bool) -> bool:
-        with self._lock:
-            queue = self._by_id.get(request_id)
-            if queue is not None:
-                self._inbox.put(partial(self._set_paused, queue, paused))
-            return queue is not None
+        queue = self._by_id.get(request_id)
+        if queue is not None:
+            self._inbox.put(partial(self._set_paused, queue, paused))
+        return queue is not None
 
     def drained(self) -> Future[None]:
+        self.check_open()
         future: Future[None] = Future()
-        with self._lock:
-            self.check_open()
-            self._drains.append(future)
+        self._drains.append(future)
+        self.check_open()  # again: an end that has missed the future is to be seen by now
         self.wake()
         return future
 
@@ -144,7 +148,8 @@ class EngineCore:
         self._inbox.put(_nothing)
 
     def stop(self) -> None:
-        self._inbox.put(self._stop)
+        self._stopping = True
+        self.wake()
 
     @property
     def has_work(self) -> bool:
@@ -152,12 +157,17 @@ class EngineCore:
 
     @property
     def unfinished_request_ids(self) -> tuple[str, ...]:
-        with self._lock:
-            return tuple(self._by_id)
+        return tuple(self._by_id)
+
+    def check_usable(self) -> None:
+        self.process.check()
+        self.check_open()
 
     def check_open(self) -> None:
         if self._over is not None:
             raise self._over
+        if self._stopping:
+            raise closed()
 
     def check_may_wait(self) -> None:
         if self.driver is None:
@@ -169,16 +179,31 @@ class EngineCore:
             raise RuntimeError(f"A callback must not {what} the engine that is calling it.")
 
     def end(self, error: Exception) -> tuple[str, ...]:
-        """Let `error` reach every stream, every waiter and every later call."""
-        with self._lock:
-            self._over = self._over or error
-            unfinished, queues, drains = tuple(self._by_id), self._open, self._drains
-            self._by_id, self._open, self._drains = {}, set(), []
-        for queue in queues:
-            queue.end(self._over)
-        for future in drains:
-            future.set_exception(self._over)
+        """Let `error` reach every stream, every waiter and every later call.
+
+        Where it was interrupted, it is called again and goes on.
+        """
+        over = self._exclusive(partial(self._refuse, error))
+        for queue in tuple(self._open):
+            queue.end(over)
+            self._open.discard(queue)
+        for future in tuple(self._drains):
+            future.set_exception(over)
+            self._drains.remove(future)
+        unfinished = tuple(self._by_id)
+        self._by_id.clear()
         return unfinished
+
+    def fail(self, error: BaseException) -> None:
+        """End because of what the driving thread has run into."""
+        self._turning = False
+        self.end(_as_exception(error))
+
+    def _refuse(self, error: Exception) -> Exception:
+        # In an exclusive section, so that nothing is being admitted.
+        if self._over is None:
+            self._over = error
+        return self._over
 
     # Calls of the driving thread alone
 
@@ -196,7 +221,7 @@ class EngineCore:
                     pass
         except BaseException as error:
             logger.error("the decode engine has ended: %r", error)
-            self.end(_as_exception(error))
+            self.fail(error)
 
     def turn(self, *, wait: bool) -> bool:
         """Do what was asked and run one step, or if there is none wait; False once stopped."""
@@ -239,6 +264,7 @@ class EngineCore:
         except Exception as error:
             self._forget(live)
             queue.end(error)
+            self._open.discard(queue)
             return
         self._live[request_id] = live
 
@@ -248,6 +274,10 @@ class EngineCore:
             del self._live[queue.request_id]
             self._nearly_full.discard(live)
             self.loop.abort_request(queue.request_id)
+        elif not queue.ended:  # its admission was interrupted
+            self._exclusive(partial(self._take_id, queue))
+            queue.end(None)
+            self._open.discard(queue)
 
     def _set_paused(self, queue: OutputQueue, paused: bool) -> None:
         live = self._live.get(queue.request_id)
@@ -261,9 +291,6 @@ class EngineCore:
         if live is not None:
             self._nearly_full.add(live)
 
-    def _stop(self) -> None:
-        self._stopping = True
-
     def _give(self, live: _Live, output: RequestOutput) -> None:
         if output.finished and not self._forget(live):
             # Aborted before it came to this end, and the abort has been promised.
@@ -273,6 +300,7 @@ class EngineCore:
             logger.error("a callback of request %r failed: %r", output.request_id, error)
         if output.finished:
             live.queue.put(output, error)
+            self._open.discard(live.queue)
             return
         live.queue.put(output)
         self._note_room(live)
@@ -285,11 +313,12 @@ class EngineCore:
         self._nearly_full.discard(live)
         if self._live.get(request_id) is live:
             del self._live[request_id]
-        with self._lock:
-            self._open.discard(live.queue)
-            had_its_id = self._by_id.get(request_id) is live.queue
-            if had_its_id:
-                del self._by_id[request_id]
+        return self._exclusive(partial(self._take_id, live.queue))
+
+    def _take_id(self, queue: OutputQueue) -> bool:
+        had_its_id = self._by_id.get(queue.request_id) is queue
+        if had_its_id:
+            del self._by_id[queue.request_id]
         return had_its_id
 
     def _note_room(self, live: _Live) -> None:
@@ -306,10 +335,13 @@ class EngineCore:
             (self.loop.pause_request if paused else self.loop.resume_request)(request_id)
 
     def _tell_drained(self) -> None:
-        with self._lock:
-            drains, self._drains = self._drains, []
-        for future in drains:
+        for future in tuple(self._drains):
             future.set_result(None)
+            self._drains.remove(future)
+
+
+def closed() -> RuntimeError:
+    return RuntimeError("The decode engine is closed; make another.")
 
 
 def _nothing() -> None:
@@ -348,7 +380,8 @@ def _end_at_exit(core: EngineCore) -> None:
 
 
 def _end_all() -> None:
-    cores, deadline = list(_driven or ()), time.monotonic() + _EXIT_SECONDS
+    deadline = time.monotonic() + _EXIT_SECONDS
+    cores = [core for core in _driven or () if core.process]  # not those of a fork's parent
     for core in cores:
         core.stop()
     for core in cores:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from neuron_streams.decode.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from neuron_streams.decode.loop import DecodeLoop
 
-__all__ = ["generate"]
+__all__ = ["Generated", "generate"]
 
 
 def generate(
@@ -20,7 +21,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     request_ids: Sequence[str] | None,
-) -> Iterator[RequestOutput]:
+) -> Generated:
     """See `DecodeLoop.generate`."""
     prompts = coerce.items("prompts", prompts)
     ids = [str(n) for n in range(len(prompts))]
@@ -35,43 +36,71 @@ def generate(
             f"generate got {len(prompts)} prompts, {len(params)} sampling_params and"
             f" {len(ids)} request_ids; give one of each for every prompt."
         )
-    for n, (request_id, prompt, each) in enumerate(zip(ids, prompts, params, strict=True)):
-        try:
-            loop.add_request(request_id, prompt, each)
-        except Exception:
-            for added in ids[:n]:
-                loop.scheduler.abort_request(added)
-            raise
-    return _outputs_of(loop, set(ids))
-
-
-def _outputs_of(loop: DecodeLoop, ids: set[str]) -> Iterator[RequestOutput]:
-    going: str | None = None
+    others = set(loop.scheduler.unfinished_request_ids).intersection(ids)
     try:
-        while ids:
-            going = _one_that_goes_on(loop, ids, going)
-            left = (output.request_id for output in loop._outbox.outputs)
-            if going is None and ids.isdisjoint(left):
+        for request_id, prompt, each in zip(ids, prompts, params, strict=True):
+            loop.add_request(request_id, prompt, each)
+        return Generated(loop, set(ids))
+    except BaseException:
+        loop._abort_silently(set(ids) - others)
+        raise
+
+
+class Generated(Iterator[RequestOutput]):
+    """The outputs of some requests of a loop, which the iterator steps.
+
+    Not a generator, since an interrupt would end that. An output stays in the loop's outbox until
+    the call that returns it: others' outputs, and what an interrupted call has not returned.
+    """
+
+    def __init__(self, loop: DecodeLoop, request_ids: set[str]) -> None:
+        self._loop = loop
+        self._request_ids = request_ids
+        self._begun = False
+        self._going: str | None = None
+        self._given: RequestOutput | None = None
+
+    def __next__(self) -> RequestOutput:
+        loop, mine = self._loop, self._request_ids
+        if not self._begun:
+            loop._generating.append((weakref.ref(self), mine))
+            self._begun = True
+        self._note_given()
+        while mine:
+            loop._begin("generate")
+            for place, output in enumerate(loop._outbox.outputs):
+                if output.request_id in mine:
+                    self._given = output
+                    del loop._outbox.outputs[place]
+                    return output
+            if not self._may_come():
+                mine.clear()  # what is left is paused, and not ours to abort
                 break
-            outputs = loop.step()
-            # Another iterator's, or the caller's own: left for their next step.
-            loop._outbox.outputs += [out for out in outputs if out.request_id not in ids]
-            for output in outputs:
-                if output.request_id in ids:
-                    if output.finished:
-                        ids.discard(output.request_id)
-                    yield output
-        ids = set()  # what is left is paused, and not ours to abort
+            loop._advance()
         if not loop.scheduler.unfinished_request_ids:
-            loop._outbox.outputs = loop.drain()
-    finally:
-        for request_id in ids:
-            loop.scheduler.abort_request(request_id)
+            loop._flush()
+        raise StopIteration
 
+    def _may_come(self) -> bool:
+        """Whether steps may bring more of what is its own; as a rule asked of one request alone."""
+        may_give = self._loop.scheduler.may_give_output
+        going = self._going
+        if going is None or going not in self._request_ids or not may_give(going):
+            self._going = next(filter(may_give, self._request_ids), None)
+        return self._going is not None
 
-def _one_that_goes_on(loop: DecodeLoop, ids: set[str], last: str | None) -> str | None:
-    """A request that may give more, if any does; as a rule the `last` one, without a search."""
-    may_give = loop.scheduler.may_give_output
-    if last is not None and last in ids and may_give(last):
-        return last
-    return next(filter(may_give, ids), None)
+    def close(self) -> None:
+        """Abort what has not finished."""
+        self._loop._life.process.check()
+        self._note_given()
+        if self._begun:
+            self._loop._abort_silently(self._request_ids)
+        self._request_ids.clear()
+
+    def _note_given(self) -> None:
+        given = self._given
+        if given is None or not given.finished:
+            return
+        if all(output is not given for output in self._loop._outbox.outputs):
+            self._request_ids.discard(given.request_id)
+            self._given = None

@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from types import ModuleType
 
 from neuron_streams.decode.detokenizer import Tokenizer
 from neuron_streams.decode.gather import GatherRunner
-from neuron_streams.decode.generate import generate
+from neuron_streams.decode.generate import Generated, generate
+from neuron_streams.decode.life import Life
 from neuron_streams.decode.model import Model
 from neuron_streams.decode.outbox import Outbox
 from neuron_streams.decode.output import OutputHandler, Streams, resolve_streams
@@ -35,7 +37,12 @@ logger = logging.getLogger(__name__)
 class DecodeLoop:
     """Generates for many requests at a time on one model, driven by one thread.
 
-    It runs on the stream that is current when it is made.
+    It runs on the stream that is current when it is made, and in the process in which it is made: a
+    forked child gets a RuntimeError from every call.
+
+    A KeyboardInterrupt may come at any time. A wait goes on at the next call, with nothing lost. In
+    the middle of a change, such as a launch, it ends the loop: every later call says so, and
+    `close` returns.
 
     Args:
         model: What to run; see `Model`.
@@ -92,9 +99,10 @@ class DecodeLoop:
             before_read=self.batch_queue.before_read,
         )
         self._outbox = Outbox(self.scheduler.to_call_back)
-        self._failure: BaseException | None = None
-        self._step_error: Exception | None = None
-        self._closed = False
+        self._life = Life(self._release)
+        self._generating: list[tuple[weakref.ref[Generated], set[str]]] = []
+        self._unfinished: tuple[str, ...] | None = None
+        self._has_been_closed = False
         # A loop that is dropped unclosed must not leave its thread behind.
         weakref.finalize(self, self.output_handler.async_output_queue.put, None)
 
@@ -129,8 +137,8 @@ class DecodeLoop:
                 vocabulary, the model cannot honour the parameters, or there are stop strings and
                 no tokenizer. Other requests go on.
         """
-        self._check_open("add_request")
-        self.scheduler.add_request(
+        self._begin("add_request")
+        request = self.scheduler.make_request(
             request_id,
             prompt_token_ids,
             sampling_params,
@@ -138,6 +146,8 @@ class DecodeLoop:
             on_output=on_output,
             arrived_at=arrived_at,
         )
+        with self._life.changing("admitting a request"):
+            self.scheduler.admit(request)
 
     def abort_request(self, request_id: str) -> bool:
         """End a request; False if none of that id is unfinished. Host: returns at once.
@@ -145,17 +155,11 @@ class DecodeLoop:
         The next `step` reports it with finish reason `"abort"`. Tokens still in flight are
         dropped, and the id may be used again at once.
         """
-        output = self.scheduler.abort_request(request_id)
-        if output is not None:
-            self._outbox.outputs.append(output)
-        return output is not None
+        return self._end_request(partial(self.scheduler.abort_request, request_id))
 
     def fail_request(self, request_id: str, error: Exception) -> bool:
         """As `abort_request`, with finish reason `"error"` and that cause."""
-        output = self.scheduler.fail_request(request_id, error)
-        if output is not None:
-            self._outbox.outputs.append(output)
-        return output is not None
+        return self._end_request(partial(self.scheduler.fail_request, request_id, error))
 
     def pause_request(self, request_id: str) -> bool:
         """Run no further step of a request; False if none of that id is unfinished.
@@ -163,17 +167,24 @@ class DecodeLoop:
         Tokens in flight still arrive. It keeps its slot until another request needs it, and after
         that computes its tokens again once it is resumed. Host: returns at once.
         """
-        return self.scheduler.pause_request(request_id)
+        return self._set_paused(request_id, True)
 
     def resume_request(self, request_id: str) -> bool:
         """Undo a pause; False if no request of that id is unfinished. Host: returns at once."""
-        return self.scheduler.resume_request(request_id)
+        return self._set_paused(request_id, False)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do: requests, steps in flight, outputs to give.
 
         A paused request alone gives it nothing to do.
+
+        Raises:
+            Exception: As `step`, where an interrupt has ended the loop.
         """
+        self._life.process.check()
+        if self._life.was_interrupted:
+            self._life.check("has_unfinished_requests")
+        self._abort_dropped()
         return bool(self.scheduler.has_work or self.batch_queue or self._outbox)
 
     def step(self) -> list[RequestOutput]:
@@ -190,17 +201,18 @@ class DecodeLoop:
                 has then ended: every later call raises the same.
             Exception: What an `on_output` raised; the loop goes on. One for each call.
         """
-        self._check_open("step")
-        with self.stats.stepping():
-            self._outbox.outputs += self.step_with_batch_queue()
-            self._outbox.call_back(self.fail_request)
-        return self._outbox.take()
+        self._begin("step")
+        self._advance()
+        # No call may come between these two: an interrupt in it would lose the outputs.
+        outputs, self._outbox.outputs = self._outbox.outputs, []
+        return outputs
 
-    def step_with_batch_queue(self) -> list[RequestOutput]:
+    def step_with_batch_queue(self) -> None:
         """Fill the batch queue, then block on its oldest step; a queue of one is synchronous."""
         if self._launch() and len(self.batch_queue) < self.max_concurrent_batches:
-            return []
-        return self._retire_oldest() if self.batch_queue else []
+            return
+        if self.batch_queue:
+            self._retire_oldest()
 
     def generate(
         self,
@@ -223,6 +235,7 @@ class DecodeLoop:
         Raises:
             ValueError: As `add_request`; none of the prompts is queued then.
         """
+        self._begin("generate")
         return generate(self, prompts, sampling_params, request_ids)
 
     def pump(self) -> bool:
@@ -230,6 +243,7 @@ class DecodeLoop:
 
         For `output_thread=False`. Host: blocks until that step has ended.
         """
+        self._life.process.check()
         return self.output_handler.pump()
 
     def drain(self, timeout: float | None = None) -> list[RequestOutput]:
@@ -248,14 +262,10 @@ class DecodeLoop:
                 had arrived by then comes with the next `step` or `drain`.
             Exception: As `step`.
         """
-        self._check_open("drain")
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self.batch_queue:
-            if deadline is not None:
-                self.batch_queue.wait_for_oldest(deadline)
-            self._outbox.outputs += self._retire_oldest()
-        self._outbox.call_back(self.fail_request)
-        return self._outbox.take()
+        self._begin("drain")
+        self._flush(timeout)
+        outputs, self._outbox.outputs = self._outbox.outputs, []
+        return outputs
 
     def trace(self, max_steps: int = 1000) -> StepTrace:
         """A recorder of what each step does and when, while it is entered.
@@ -269,6 +279,7 @@ class DecodeLoop:
 
         Host: returns at once; entering it blocks until the loop's stream is idle.
         """
+        self._life.process.check()
         return StepTrace(self.runner, max_steps)
 
     def close(self, timeout: float = 10.0) -> tuple[str, ...]:
@@ -277,33 +288,60 @@ class DecodeLoop:
         Returns:
             The ids of the requests that had not finished; their last outputs are lost.
         """
-        if self._closed:
+        self._life.process.check()
+        if self._has_been_closed:
             return ()
-        unfinished = self.scheduler.unfinished_request_ids
         deadline = time.monotonic() + timeout
-        try:
-            if self._failure is None and self.batch_queue.may_be_read:
-                self.drain(timeout)
-        except Exception as error:
-            logger.warning("the decode loop was closed all the same after %r", error)
-        self._closed = True
-        for untold in self._outbox.errors:
-            logger.error("a callback failed, and the loop was closed: %r", untold)
-        self.scheduler.fail_all()
-        self.batch_queue.clear()
+        # After an interrupt it is called again: it goes on where it was.
+        if self._unfinished is None:
+            self._unfinished = self.scheduler.unfinished_request_ids
+        if self._life.goes_on and self.batch_queue.may_be_read:
+            try:
+                self._flush(timeout)
+            except Exception as error:
+                logger.warning("the decode loop was closed all the same after %r", error)
+        self._life.closed = True
+        while self._outbox.errors:
+            logger.error(
+                "a callback failed, and the loop was closed: %r", self._outbox.errors.popleft()
+            )
+        self._release()
         if not self.output_handler.close(max(0.0, deadline - time.monotonic())):
             logger.warning("the output thread still waits for the device")
-        return unfinished
+        self._has_been_closed = True
+        return self._unfinished
 
     def __enter__(self) -> DecodeLoop:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._life.process:
+            self.close()
+
+    def _begin(self, what: str) -> None:
+        self._life.check(what)
+        self._abort_dropped()
+
+    def _advance(self) -> None:
+        with self.stats.stepping():
+            self.step_with_batch_queue()
+            self._outbox.call_back(self.fail_request)
+        self._outbox.raise_error()
+
+    def _flush(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.batch_queue:
+            if deadline is not None:
+                self.batch_queue.wait_for_oldest(deadline)
+            self._retire_oldest()
+        self._outbox.call_back(self.fail_request)
+        self._outbox.raise_error()
 
     def _launch(self) -> bool:
-        # Once a step is scheduled it must run: an interrupt in between ends the loop too.
-        with self._ending_on(BaseException):
+        # Before the change, since it is what may fail, or be interrupted, and be done again.
+        if self.runner.use_async_scheduling and self.scheduler.has_work:
+            self.output_handler.start()
+        with self._life.changing("launching a step"):
             trace = self.runner.trace
             if trace is not None:
                 trace.begin()
@@ -319,36 +357,64 @@ class DecodeLoop:
             self.batch_queue.put(scheduler_output, output)
             return True
 
-    def _retire_oldest(self) -> list[RequestOutput]:
-        with self._ending_on(Exception):
-            scheduler_output, output = self.batch_queue.take_oldest()
-            if output.error is not None:
-                logger.error("a step failed, and its requests with it: %r", output.error)
-            self._step_error = output.error
-        # A step of which some requests have heard and some not cannot be taken again.
+    def _retire_oldest(self) -> None:
+        with self._life.waiting():
+            scheduler_output, output = self.batch_queue.oldest()
         trace = self.runner.trace
         updating = nullcontext() if trace is None else trace.updating(scheduler_output)
-        with self._ending_on(BaseException), updating:
-            return self.scheduler.update_from_output(scheduler_output, output)
+        # A step of which some requests have heard and some not cannot be handed out again.
+        with self._life.changing("handing out a step's tokens"), updating:
+            self._life.step_error = output.error
+            self._outbox.outputs += self.scheduler.update_from_output(scheduler_output, output)
+            self.batch_queue.remove_oldest()
+        if output.error is not None:
+            logger.error("a step failed, and its requests with it: %r", output.error)
 
-    @contextmanager
-    def _ending_on(self, kind: type[BaseException]) -> Iterator[None]:
-        try:
-            yield
-        except kind as error:
-            # What the device refuses after a failed step, it refuses because of that.
-            self._failure = self._step_error or error
-            self.scheduler.fail_all()
-            self.batch_queue.clear()
-            if self._failure is error:
-                raise
-            raise self._failure from error
+    def _end_request(self, end: Callable[[], RequestOutput | None]) -> bool:
+        self._life.process.check()
+        if not self._life.goes_on:
+            return False
+        with self._life.changing("ending a request"):
+            output = end()
+            if output is not None:
+                self._outbox.outputs.append(output)
+        return output is not None
 
-    def _check_open(self, what: str) -> None:
-        if self._closed:
-            raise RuntimeError(f"{what}: the decode loop is closed; make another.")
-        if self._failure is not None:
-            raise self._failure
+    def _set_paused(self, request_id: str, paused: bool) -> bool:
+        self._life.process.check()
+        if not self._life.goes_on:
+            return False
+        with self._life.changing("pausing or resuming a request"):
+            if paused:
+                return self.scheduler.pause_request(request_id)
+            return self.scheduler.resume_request(request_id)
+
+    def _abort_dropped(self) -> None:
+        """Abort the requests of iterators that are no more.
+
+        Looked for here, since a destructor runs anywhere, even in the middle of a change, and what
+        interrupts it is swallowed.
+        """
+        for entry in tuple(self._generating):
+            iterator, request_ids = entry
+            if iterator() is None:
+                self._abort_silently(request_ids)
+                self._generating.remove(entry)
+
+    def _abort_silently(self, request_ids: Collection[str]) -> None:
+        """Abort requests whose outputs no iterator will ask for."""
+        if not self._life.goes_on:
+            return
+        with self._life.changing("aborting requests"):
+            for request_id in request_ids:
+                self.scheduler.abort_request(request_id)
+            outputs = self._outbox.outputs
+            outputs[:] = [out for out in outputs if out.request_id not in request_ids]
+
+    def _release(self) -> None:
+        """Forget all requests and steps, whatever state they are in."""
+        self.scheduler.fail_all()
+        self.batch_queue.clear()
 
 
 def _check_options(policy: str, depth: int, watchdog: float | None, has_thread: bool) -> None:

@@ -21,31 +21,46 @@ class Outbox:
         self.outputs: list[RequestOutput] = []
         self.errors: deque[Exception] = deque()
         self._due = due
+        self._begun: RequestOutput | None = None
+        self._done: RequestOutput | None = None
 
     def __bool__(self) -> bool:
         return bool(self.outputs or self.errors)
 
     def call_back(self, fail: Callable[[str, Exception], object]) -> None:
-        """Call what is due; a request whose callback raises is failed, and called no more."""
+        """Call what is due; a request whose callback raises is failed, and called no more.
+
+        So is one whose callback was interrupted: whether it has taken its output is not known.
+        """
         while self._due:
-            request, output = self._due.popleft()
-            if request.on_output is None:
-                continue
-            try:
-                request.on_output(output)
-            except Exception as error:
+            request, output = self._due[0]
+            error = self._call(request, output)
+            if error is not None:
                 request.on_output = None
                 self.errors.append(error)
                 if not request.status.is_finished:
                     fail(request.request_id, error)
+            del self._due[0]
 
-    def take(self) -> list[RequestOutput]:
-        """All outputs.
-
+    def raise_error(self) -> None:
+        """
         Raises:
             Exception: What a callback raised, one for each call; the outputs stay for the next.
         """
         if self.errors:
-            raise self.errors.popleft()
-        outputs, self.outputs = self.outputs, []
-        return outputs
+            error = self.errors[0]
+            del self.errors[0]
+            raise error
+
+    def _call(self, request: Request, output: RequestOutput) -> Exception | None:
+        if request.on_output is None or output is self._done:
+            return None
+        if output is self._begun:
+            return RuntimeError(f"The callback of request {request.request_id!r} was interrupted.")
+        self._begun = output
+        try:
+            request.on_output(output)
+        except Exception as error:
+            return error
+        self._done = output
+        return None

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from queue import Empty, SimpleQueue
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias, cast
 
+from neuron_streams.decode.future import Exclusive, Future
 from neuron_streams.decode.logprobs import split, to_host
 from neuron_streams.decode.model import Sampled
 from neuron_streams.decode.request import RequestKey
@@ -106,7 +106,7 @@ class AsyncModelRunnerOutput:
         self._num_logprobs = num_logprobs
         self._vocab_size = vocab_size
         self._streams = streams
-        self._lock = threading.Lock()
+        self._one_at_a_time = Exclusive()
         self._output: ModelRunnerOutput | None = None
         self._device_tokens: Sampled | None = sampled
         copy_stream.wait_stream(compute_stream)
@@ -136,17 +136,16 @@ class AsyncModelRunnerOutput:
         return self._materialize()
 
     def _materialize(self) -> ModelRunnerOutput:
-        with self._lock:
-            if not self.done:
-                if self.record is None:
-                    self._read_copy()
-                else:
-                    with self.record.reading():
-                        self._read_copy()
+        self._one_at_a_time(self._read_once)
         if self.error is not None:
             raise self.error
         assert self._output is not None
         return self._output
+
+    def _read_once(self) -> None:
+        if not self.done:
+            with nullcontext() if self.record is None else self.record.reading():
+                self._read_copy()
 
     def _read_copy(self) -> None:
         assert self._device_tokens is not None
@@ -209,6 +208,21 @@ class OutputHandler:
         self.threaded = threaded
         self._thread: threading.Thread | None = None
 
+    def start(self) -> None:
+        """Start the thread, unless it runs. It may be done again where it was interrupted.
+
+        The thread of an attempt that was interrupted may run all the same: then two read.
+
+        Raises:
+            RuntimeError: The system has no thread to give.
+        """
+        if self.threaded and self._thread is None:
+            thread = threading.Thread(
+                target=self.async_output_busy_loop, name="neuron-streams-decode-output", daemon=True
+            )
+            thread.start()
+            self._thread = thread
+
     def handle_output(
         self, output: ModelRunnerOutput | AsyncModelRunnerOutput
     ) -> Future[ModelRunnerOutput]:
@@ -217,19 +231,19 @@ class OutputHandler:
         if isinstance(output, ModelRunnerOutput):
             future.set_result(output)
             return future
+        self.start()
         self.async_output_queue.put((output, future))
-        if self.threaded and self._thread is None:
-            self._thread = threading.Thread(
-                target=self.async_output_busy_loop, name="neuron-streams-decode-output", daemon=True
-            )
-            self._thread.start()
         return future
 
     def async_output_busy_loop(self) -> None:
         """Read outputs until `close`. The body of the output thread."""
         while (pending := self.async_output_queue.get()) is not None:
-            _read(*pending)
+            try:
+                self.read(*pending)
+            except BaseException as error:
+                pending[1].set_exception(error)
             del pending  # or this frame would keep the last step's output alive
+        self.async_output_queue.put(None)  # for another thread, where there is one
 
     def pump(self) -> bool:
         """Read the oldest queued output on this thread; False where none is queued.
@@ -242,8 +256,18 @@ class OutputHandler:
             return False
         if pending is None:
             return False
-        _read(*pending)
+        self.read(*pending)
         return True
+
+    def read(self, output: AsyncModelRunnerOutput, future: Future[ModelRunnerOutput]) -> None:
+        """Read an output on this thread. An interrupt leaves it to be read again.
+
+        Host: blocks until the copy has ended.
+        """
+        try:
+            future.set_result(output.get_output())
+        except Exception as error:
+            future.set_exception(error)
 
     def close(self, timeout: float | None = None) -> bool:
         """End the thread once it has read what is queued; False if it has not by `timeout`."""
@@ -252,10 +276,3 @@ class OutputHandler:
             return True
         self._thread.join(timeout)
         return not self._thread.is_alive()
-
-
-def _read(output: AsyncModelRunnerOutput, future: Future[ModelRunnerOutput]) -> None:
-    try:
-        future.set_result(output.get_output())
-    except BaseException as error:
-        future.set_exception(error)

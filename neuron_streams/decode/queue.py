@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
+from neuron_streams.decode.future import Future
 from neuron_streams.decode.output import AsyncModelRunnerOutput, OutputHandler
 from neuron_streams.decode.request import RequestKey
 from neuron_streams.decode.sampled import ModelRunnerOutput
@@ -33,6 +33,12 @@ class LaunchedStep:
         """Whether its tokens can be read without waiting for the device."""
         output = self.output
         return not isinstance(output, AsyncModelRunnerOutput) or output.ready()
+
+    @property
+    def awaited(self) -> AsyncModelRunnerOutput:
+        """Its output, where that was not there when it was launched."""
+        assert isinstance(self.output, AsyncModelRunnerOutput)
+        return self.output
 
     def __str__(self) -> str:
         ids = ", ".join(repr(key.request_id) for key in self.scheduler_output.num_scheduled_tokens)
@@ -82,23 +88,27 @@ class BatchQueue:
         future = self._handler.handle_output(output)
         self._steps.append(LaunchedStep(self._stats.steps, scheduler_output, output, future, now))
 
-    def take_oldest(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
-        """Wait for the oldest step; it leaves the queue, failed or not.
+    def oldest(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+        """Wait for the oldest step, failed or not; it stays in the queue until `remove_oldest`.
 
         Host: blocks until the step's tokens are read.
 
         Raises:
-            TimeoutError: The watchdog's; it names the step, which stays in the queue.
+            TimeoutError: The watchdog's; it names the step.
             Exception: The reader's own failure, not the step's.
         """
         step = self._steps[0]
         with self._stats.waiting():
             while not (self._handler.threaded or step.future.done()):
-                self._handler.pump()
+                if not self._handler.pump():  # an interrupted pump has taken it out of the queue
+                    self._handler.read(step.awaited, step.future)
             self._watch(step)
-        output = _value_of(step)
-        self._steps.popleft()
-        return step.scheduler_output, output
+            step.future.wait()
+        return step.scheduler_output, _value_of(step)
+
+    def remove_oldest(self) -> None:
+        """Take the oldest step out, once its tokens have been handed out."""
+        del self._steps[0]
 
     def before_read(self, output: AsyncModelRunnerOutput) -> None:
         """Wait for an output that the runner is about to read, for the watchdog's sake.
@@ -121,7 +131,7 @@ class BatchQueue:
         """
         step = self._steps[0]
         if self._handler.threaded:
-            ended = not wait([step.future], max(0.0, deadline - time.monotonic())).not_done
+            ended = step.future.wait(max(0.0, deadline - time.monotonic()))
         else:
             while not (ended := step.is_ready()) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
@@ -136,7 +146,7 @@ class BatchQueue:
         self._steps.clear()
 
     def _watch(self, step: LaunchedStep) -> None:
-        if self._watchdog is not None and wait([step.future], self._watchdog).not_done:
+        if self._watchdog is not None and not step.future.wait(self._watchdog):
             raise TimeoutError(
                 f"The watchdog waited {self._watchdog} s for {step}, and it has not ended: the"
                 " device hangs, or the watchdog is too short. The loop has ended; close() it."

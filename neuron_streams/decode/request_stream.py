@@ -7,16 +7,17 @@ slow reader pauses its own request and nobody else's.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from neuron_streams.decode import coerce
+from neuron_streams.decode.life import OwnProcess
 from neuron_streams.decode.request import RequestOutput
 
 __all__ = ["OutputQueue", "RequestStream"]
@@ -25,6 +26,8 @@ __all__ = ["OutputQueue", "RequestStream"]
 class Owner(Protocol):
     """What a stream uses of the engine that gave it."""
 
+    process: OwnProcess
+
     def abort(self, queue: OutputQueue) -> bool: ...
     def abandon(self, queue: OutputQueue) -> None: ...
     def check_may_wait(self) -> None: ...
@@ -32,6 +35,10 @@ class Owner(Protocol):
 
 class OutputQueue:
     """A queue that knows when it is full and when it has ended. Any thread may use it.
+
+    An output stays in `outputs` until its reader deletes it there, as the last thing before it is
+    returned: so one whose reader is interrupted is not lost, and of several readers the one whose
+    `del` finds it has it. There is no lock, which an interrupted reader might leave held.
 
     Args:
         request_id: Whose outputs.
@@ -54,16 +61,18 @@ class OutputQueue:
         self.max_queued = max_queued
         self.has_callback = has_callback
         self.unread = False
+        self.outputs: dict[int, RequestOutput] = {}
+        self._num_put = 0
+        self._num_claimed = 0
+        self._oldest = 0
         self._on_room = on_room
-        self._outputs: deque[RequestOutput] = deque()
-        self._changed = threading.Condition()
-        self._wakers: list[Callable[[], object]] = []
+        self._wakers: set[Callable[[], object]] = set()
         self._full = False
-        self._ended = False
-        self._error: Exception | None = None
+        self._ends: list[Exception | None] = []  # the first one counts
+        self._discarded = False
 
     def __len__(self) -> int:
-        return len(self._outputs)
+        return len(self.outputs)
 
     @property
     def abandoned(self) -> bool:
@@ -73,30 +82,26 @@ class OutputQueue:
     @property
     def ended(self) -> bool:
         """Whether nothing more will be put."""
-        return self._ended
+        return bool(self._ends)
 
     def put(self, output: RequestOutput, error: Exception | None = None) -> None:
         """Append an output; `error`, or the output's own, is what a last one ends with."""
-        with self._changed:
-            if self._ended:
-                return
-            if not self.unread:
-                self._outputs.append(output)
-            if output.finished:
-                self._ended, self._error = True, _raisable(error or output.error)
-            wakers = self._take_wakers()
-        _call_all(wakers)
+        if self._ends:
+            return
+        if not self.unread:
+            self.outputs[self._num_put] = output
+            self._num_put += 1
+        if output.finished:
+            self._ends.append(_raisable(error or output.error))
+        self._wake_readers()
 
     def end(self, error: Exception | None, *, discard: bool = False) -> None:
         """Let no more be put; who has read what is there, unless discarded, gets the error."""
-        with self._changed:
-            if not self._ended:
-                self._ended, self._error = True, error
-            if discard:
-                self._outputs.clear()
-                self._error = None
-            wakers = self._take_wakers()
-        _call_all(wakers)
+        self._ends.append(error)
+        if discard:
+            self._discarded = True
+            self.outputs.clear()
+        self._wake_readers()
 
     def hold(self, num_in_flight: int) -> bool:
         """Whether there is no room for one output more than are in flight.
@@ -104,68 +109,89 @@ class OutputQueue:
         Once full it is so until half is free: a batch whose rows come and go with every token would
         never run ahead of the device.
         """
-        with self._changed:
-            most = self.max_queued // 2 if self._full else self.max_queued - 1
-            self._full = len(self._outputs) + num_in_flight > most and not self.unread
-            return self._full
+        most = self.max_queued // 2 if self._full else self.max_queued - 1
+        self._full = self._num_unclaimed + num_in_flight > most and not self.unread
+        return self._full
 
-    def get(self, deadline: float | None, check_may_wait: Callable[[], None]) -> RequestOutput:
-        """The oldest output. Host: blocks until there is one.
+    def first(
+        self, deadline: float | None, check_may_wait: Callable[[], None]
+    ) -> tuple[int, RequestOutput]:
+        """The oldest output and its number. Host: blocks until there is one.
 
         Raises:
             StopIteration: There will be none.
             TimeoutError: The `deadline`, of `time.monotonic`, has passed.
             Exception: What the request ended with, once all outputs have been read.
         """
-        with self._changed:
-            while not self._ready:
-                check_may_wait()
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise TimeoutError(
-                        f"Request {self.request_id!r} has not finished in time; it goes on."
-                        " Wait longer, or abort() it."
-                    )
-                self._changed.wait(left)
-            return self._take()
+        while (found := self._look(StopIteration)) is None:
+            check_may_wait()
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError(
+                    f"Request {self.request_id!r} has not finished in time; it goes on."
+                    " Wait longer, or abort() it."
+                )
+            signal: SimpleQueue[None] = SimpleQueue()
+            waker = partial(signal.put, None)
+            self._wakers.add(waker)
+            if not self._ready:  # or something has come before the waker was there
+                with suppress(Empty):
+                    signal.get(timeout=left)
+            self._wakers.discard(waker)
+        return found
 
-    async def get_async(self) -> RequestOutput:
-        """The oldest output; the event loop runs on meanwhile.
+    async def first_async(self) -> tuple[int, RequestOutput]:
+        """The oldest output and its number; the event loop runs on meanwhile.
 
         Raises:
             StopAsyncIteration: There will be none.
-            Exception: As `get`.
+            Exception: As `first`.
         """
         loop = asyncio.get_running_loop()
-        while True:
-            # Taken under the same lock: another reader may take what is ready now.
-            with self._changed:
-                if self._ready:
-                    try:
-                        return self._take()
-                    except StopIteration:
-                        raise StopAsyncIteration from None
-                future = loop.create_future()
-                self._wakers.append(partial(_wake, loop, future))
-            await future
+        while (found := self._look(StopAsyncIteration)) is None:
+            future = loop.create_future()
+            waker = partial(_wake, loop, future)
+            self._wakers.add(waker)
+            try:
+                if not self._ready:
+                    await future
+            finally:
+                self._wakers.discard(waker)
+        return found
+
+    def claim(self, number: int) -> None:
+        """Count an output as read, just before it is deleted from `outputs`."""
+        self._num_claimed = max(self._num_claimed, number + 1)
+        if self._full and self._num_unclaimed <= self.max_queued // 2:
+            self._on_room()
+
+    @property
+    def _num_unclaimed(self) -> int:
+        return self._num_put - self._num_claimed
 
     @property
     def _ready(self) -> bool:
-        return bool(self._outputs or self._ended)
+        return bool(self.outputs or self._ends)
 
-    def _take(self) -> RequestOutput:
-        with self._changed:
-            if not self._outputs:
-                raise self._error or StopIteration
-            output = self._outputs.popleft()
-            if self._full and len(self._outputs) <= self.max_queued // 2:
-                self._on_room()
-            return output
+    def _look(self, end: type[Exception]) -> tuple[int, RequestOutput] | None:
+        ended = self.ended  # asked before the last output is looked for, which is put before
+        if self._discarded:
+            raise end
+        number = self._oldest
+        while number < self._num_put:
+            output = self.outputs.get(number)
+            if output is not None:
+                return number, output
+            number += 1
+            self._oldest = number
+        if ended:
+            raise self._ends[0] or end
+        return None
 
-    def _take_wakers(self) -> list[Callable[[], object]]:
-        self._changed.notify_all()
-        wakers, self._wakers = self._wakers, []
-        return wakers
+    def _wake_readers(self) -> None:
+        for waker in tuple(self._wakers):
+            waker()
+            self._wakers.discard(waker)
 
 
 def _raisable(error: Exception | None) -> Exception | None:
@@ -175,11 +201,6 @@ def _raisable(error: Exception | None) -> Exception | None:
     wrapped = RuntimeError(f"The request was ended by {error!r}.")
     wrapped.__cause__ = error
     return wrapped
-
-
-def _call_all(wakers: list[Callable[[], object]]) -> None:
-    for wake in wakers:
-        wake()
 
 
 def _wake(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
@@ -208,7 +229,7 @@ class RequestStream(Iterator[RequestOutput], AsyncIterator[RequestOutput]):
         self._queue = queue
         self._owner = owner
         self._keep_alive = keep_alive
-        self._gathered: list[RequestOutput] = []
+        self._gathered: dict[int, RequestOutput] = {}
         self._last: RequestOutput | None = None
         # It may run inside any call of any thread: it must take no lock.
         self._finalizer = weakref.finalize(self, owner.abandon, queue)
@@ -227,17 +248,30 @@ class RequestStream(Iterator[RequestOutput], AsyncIterator[RequestOutput]):
 
     def __next__(self) -> RequestOutput:
         """Host: blocks until there is an output."""
-        return self._note(self._queue.get(None, self._owner.check_may_wait))
+        self._owner.process.check()
+        while True:
+            number, output = self._queue.first(None, self._owner.check_may_wait)
+            self._note(number, output)
+            try:
+                # No call may come between these two: an interrupt in it would lose the output.
+                del self._queue.outputs[number]
+                return output
+            except KeyError:
+                pass  # another reader has it
 
     def __aiter__(self) -> RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        try:
-            return self._note(await self._queue.get_async())
-        except (asyncio.CancelledError, GeneratorExit):
-            self.close()
-            raise
+        self._owner.process.check()
+        while True:
+            number, output = await self._first_async()
+            self._note(number, output)
+            try:
+                del self._queue.outputs[number]
+                return output
+            except KeyError:
+                pass
 
     def abort(self) -> bool:
         """End the request; False if it has ended. Host: returns at once.
@@ -245,11 +279,12 @@ class RequestStream(Iterator[RequestOutput], AsyncIterator[RequestOutput]):
         What has arrived can still be read, and then an output with finish reason `"abort"`. The id
         is free at once.
         """
+        self._owner.process.check()
         return self._owner.abort(self._queue)
 
     def close(self) -> None:
         """Abort the request if it has not ended, and forget what has not been read."""
-        self._owner.abort(self._queue)
+        self.abort()
         self._queue.end(None, discard=True)
 
     async def aclose(self) -> None:
@@ -264,43 +299,65 @@ class RequestStream(Iterator[RequestOutput], AsyncIterator[RequestOutput]):
             RuntimeError: The stream was closed.
             Exception: What the request ended with.
         """
+        self._owner.process.check()
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
-                output = self._queue.get(deadline, self._owner.check_may_wait)
+                number, output = self._queue.first(deadline, self._owner.check_may_wait)
             except StopIteration:
                 return self._result()
-            self._gathered.append(self._note(output))
+            self._gather(number, output)
 
     async def aresult(self) -> RequestOutput:
         """As `result`, without a time limit; the event loop runs on meanwhile."""
-        async for output in self:
-            self._gathered.append(output)
-        return self._result()
+        self._owner.process.check()
+        while True:
+            try:
+                number, output = await self._first_async()
+            except StopAsyncIteration:
+                return self._result()
+            self._gather(number, output)
 
     def __enter__(self) -> RequestStream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._owner.process:
+            self.close()
 
     async def __aenter__(self) -> RequestStream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.close()
+        self.__exit__()
 
-    def _note(self, output: RequestOutput) -> RequestOutput:
+    async def _first_async(self) -> tuple[int, RequestOutput]:
+        try:
+            return await self._queue.first_async()
+        except (asyncio.CancelledError, GeneratorExit):
+            self.close()
+            raise
+
+    def _note(self, number: int, output: RequestOutput) -> None:
         if output.finished:
             self._last = output
-        return output
+        self._queue.claim(number)
+
+    def _gather(self, number: int, output: RequestOutput) -> None:
+        self._note(number, output)
+        self._gathered[number] = output
+        try:
+            del self._queue.outputs[number]
+        except KeyError:
+            del self._gathered[number]
 
     def _result(self) -> RequestOutput:
         if self._last is None:
             raise RuntimeError(f"The stream of request {self.request_id!r} was closed.")
-        token_ids = [token for output in self._gathered for token in output.new_token_ids]
-        text = "".join(output.text for output in self._gathered)
+        gathered = self._gathered.values()
+        token_ids = [token for output in gathered for token in output.new_token_ids]
+        text = "".join(output.text for output in gathered)
         logprobs = None
         if self._last.logprobs is not None:
-            logprobs = tuple(each for output in self._gathered for each in output.logprobs or ())
+            logprobs = tuple(each for output in gathered for each in output.logprobs or ())
         return replace(self._last, new_token_ids=tuple(token_ids), text=text, logprobs=logprobs)

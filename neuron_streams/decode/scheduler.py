@@ -85,7 +85,29 @@ class Scheduler:
         on_output: Callable[[RequestOutput], object] | None = None,
         arrived_at: float | None = None,
     ) -> Request:
-        """Queue a request; a lower `priority` is more urgent.
+        """Queue a request: `make_request`, then `admit`."""
+        request = self.make_request(
+            request_id,
+            prompt_token_ids,
+            params,
+            priority,
+            on_output=on_output,
+            arrived_at=arrived_at,
+        )
+        self.admit(request)
+        return request
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        priority: float = 0,
+        *,
+        on_output: Callable[[RequestOutput], object] | None = None,
+        arrived_at: float | None = None,
+    ) -> Request:
+        """A request that may be admitted now; a lower `priority` is more urgent.
 
         Args:
             on_output: Queued in `to_call_back` with each of its outputs.
@@ -120,9 +142,12 @@ class Scheduler:
         )
         if self._tokenizer is not None:
             request.detokenizer = IncrementalDetokenizer(self._tokenizer, params)
-        self._by_id[request_id] = request
-        self.capacity.add(request)
         return request
+
+    def admit(self, request: Request) -> None:
+        """Queue a request that `make_request` has made."""
+        self._by_id[request.request_id] = request
+        self.capacity.add(request)
 
     def check_request(
         self,
@@ -186,9 +211,12 @@ class Scheduler:
         return True
 
     def fail_all(self) -> None:
-        """End every request, because the loop cannot go on."""
-        for request in list(self._by_id.values()):
-            self._finish(request, RequestStatus.FINISHED_ERROR)
+        """Forget every request, because the loop cannot go on: from any state, half changed too."""
+        for request in self._by_id.values():
+            request.status = RequestStatus.FINISHED_ERROR
+        for requests in (self._by_id, self._paused, self._in_flight, self._finished_req_ids):
+            requests.clear()
+        self.capacity = Capacity(self._model.num_slots, self.capacity.max_batch_size)
 
     @property
     def unfinished_request_ids(self) -> tuple[str, ...]:

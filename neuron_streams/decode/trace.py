@@ -116,6 +116,9 @@ class StepTrace:
         self._current = StepRecord()
         self._now = 0.0
         self._reference: tuple[Any, float] | None = None
+        self._thread = 0
+        # Of neuron_streams; the ranges of torch.cuda.nvtx are for NVIDIA's tools.
+        self._ranges: list[Any] = getattr(getattr(runner.streams, "nvtx", None), "listeners", [])
 
     def __enter__(self) -> StepTrace:
         """Begin. Host: blocks until the loop's stream is idle, to compare its clock with ours.
@@ -129,10 +132,13 @@ class StepTrace:
             tries = [self._compare_clocks() for _ in range(5)]
             self._reference = min(tries, key=lambda a_try: a_try[2])[:2]
         self._runner.trace = self
+        self._thread = threading.get_ident()
+        self._ranges.append(self._take_range)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._runner.trace = None
+        self._ranges.remove(self._take_range)
         self._launched.clear()
 
     @property
@@ -144,7 +150,7 @@ class StepTrace:
 
     @property
     def spans(self) -> list[Span]:
-        """All spans of `records`, and the caller's own."""
+        """All spans of `records`, and the caller's own: of `span` and of nvtx ranges."""
         return [span for record in self.records for span in record.spans] + [*self._own_spans]
 
     @contextmanager
@@ -155,6 +161,10 @@ class StepTrace:
             yield
         finally:
             self._own_spans.append(Span(row, name, start, time.perf_counter()))
+
+    def _take_range(self, name: str, start: float, end: float) -> None:
+        row = ENGINE if threading.get_ident() == self._thread else OUTPUT
+        self._own_spans.append(Span(row, name, start, end))
 
     def save(self, path: str | Path) -> None:
         """Write the trace as JSON that chrome://tracing and ui.perfetto.dev show."""

@@ -1,4 +1,5 @@
 import os
+import shlex
 import subprocess
 import sys
 
@@ -34,11 +35,12 @@ def commands(monkeypatch):
 
 @pytest.fixture
 def own_cache(monkeypatch, tmp_path):
-    """An empty cache, but for the headers, which take long."""
+    """An empty cache, but for the headers and the extension, which take long."""
     add = compile(add_one, [torch.ones(3)])  # so that there are headers
     shared, own = cache.cache_folder(), tmp_path / "cache"
     own.mkdir()
-    (own / "precompiled").symlink_to(shared / "precompiled", target_is_directory=True)
+    for kind in ("precompiled", "extension"):
+        (own / kind).symlink_to(shared / kind, target_is_directory=True)
     monkeypatch.setenv("NEURON_STREAMS_CACHE", str(own))
     return own, add
 
@@ -126,3 +128,46 @@ def test_processes_may_compile_the_same_at_once(own_cache):
     processes = [subprocess.Popen(run, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [process.communicate()[0].strip() for process in processes] == [str([3.0] * 5)] * 2
     assert len(list((own_cache[0] / "executables").iterdir())) == 1
+
+
+FAILURES = {
+    "hangs": ("sleep 1000", "did not end within 1 s and was stopped"),
+    "fails": ("echo 'no licence' >&2; exit 1", r"failed \(1\): no licence$"),
+    "makes nothing": ("exit 0", "ended well and has not made .*: it printed nothing"),
+    "speaks Latin 1": (r"printf 'd\351faut' >&2; exit 1", r"failed \(1\): d\ufffdfaut$"),
+}
+
+
+@pytest.mark.parametrize("asked", ["--version", "to compile"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_compiler_of_no_use_is_one_sentence(tmp_path, monkeypatch, asked, failure):
+    text, sentence = FAILURES[failure]
+    if asked == "--version" and failure == "makes nothing":
+        pytest.skip("it has nothing to make")
+    answer = "" if asked == "--version" else "case $1 in -*version) echo clang 1; exit ;; esac\n"
+    compiler = tmp_path / "my compiler"
+    compiler.write_text(f"#!/bin/sh\n{answer}{text}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("NEURON_STREAMS_COMPILE_SECONDS", "1")
+    monkeypatch.setenv("NEURON_STREAMS_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(RuntimeError, match=rf"(?s)^{compiler} {sentence}"):
+        compile(add_one, [torch.ones(3)])
+    left = [path.name for path in (tmp_path / "cache").glob("*/*")]
+    assert all(len(name) == 64 for name in left)  # keys: whole entries, and nothing of a build
+    assert list((tmp_path / "cache").glob("executables/*")) == []
+
+
+@pytest.mark.slow
+def test_a_cache_and_a_compiler_of_any_name(tmp_path, monkeypatch):
+    name = 'it\'s "odd"\n100% $HOME clang é'
+    command = toolchain.cxx_compiler()
+    launcher = tmp_path / "launcher"
+    launcher.write_text('#!/bin/sh\nexec "$@"\n')
+    launcher.chmod(0o755)
+    monkeypatch.setenv("CXX", f"{launcher} {shlex.join(command)}")
+    monkeypatch.setenv("NEURON_STREAMS_CACHE", str(tmp_path / name))
+    add = compile(add_one, [torch.ones(3)])
+    assert add.target == "cpu"
+    assert add._payload.content.libraries[0].path.is_relative_to(tmp_path / name)
+    assert ProgramHandle(add._payload.content).run([torch.ones(3)])[0].tolist() == [2, 2, 2]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 import neuron_streams
 from neuron_streams.testing import EmulatedRuntime, Gate, ManualRuntime, use_runtime
+from tests.runtime.nrt.doubled import ABIS, DoubleRuntime
 
 RUNTIMES = {
     "manual": ManualRuntime,
@@ -14,12 +17,14 @@ RUNTIMES = {
 }
 
 
-@pytest.fixture(params=[*RUNTIMES])
+DOUBLES = {f"nrt-{abi}": functools.partial(DoubleRuntime, abi=abi) for abi in ABIS}
+
+
+@pytest.fixture(params=[*RUNTIMES, *DOUBLES])
 def runtime(request):
-    """A bare runtime, for the tests of the port."""
-    made = RUNTIMES[request.param](devices=2)
-    yield made
-    made.close(5.0)
+    """A runtime, for the tests of the port."""
+    with use_runtime({**RUNTIMES, **DOUBLES}[request.param](devices=2)) as made:
+        yield made
 
 
 @pytest.fixture(

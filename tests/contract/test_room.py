@@ -1,31 +1,28 @@
-"""A full device: who submits waits for room, and nobody else waits with them."""
+"""A full device: a submission waits for room, and nothing else does."""
 
 from __future__ import annotations
 
 import _thread
+import functools
 import threading
 
 import pytest
 
 import neuron_streams
-from neuron_streams._runtime.complaints import NoRoom
-from neuron_streams._runtime.lanes import OUTSTANDING
-from neuron_streams._runtime.port import Execute, Marker, Sleep
+from neuron_streams._runtime.manual import OUTSTANDING
+from neuron_streams.context import context, core
 from neuron_streams.testing import ManualRuntime, use_runtime
 from tests.contract.conftest import RUNTIMES
+from tests.runtime.commands import call, view_of
 
 
-class Waits:
-    """A handle that runs until it may end: the device is busy and does not wait for the host."""
+def until(end):
+    """Runs until the event is set: the device is busy and does not wait for the host."""
 
-    name = "waits"
+    def wait():
+        assert end.wait(60)
 
-    def __init__(self):
-        self.end = threading.Event()
-
-    def run(self, inputs):
-        assert self.end.wait(60)
-        return []
+    return call(wait)
 
 
 @pytest.fixture(params=[*RUNTIMES])
@@ -37,27 +34,21 @@ def runtime(request):
 @pytest.fixture
 def full(runtime):
     """The lane of a stream whose device has no room; setting what comes with it makes some."""
-    handle, stream = Waits(), neuron_streams.Stream()
+    stream, end = neuron_streams.Stream(), threading.Event()
     if isinstance(runtime, ManualRuntime):
-        handle.end.set()  # it runs when somebody steps
-    stream._submit(Execute(handle, (), ()))
+        end.set()  # it runs when it is stepped
+    stream._submit(until(end))
     for _ in range(OUTSTANDING - 1):
-        stream._submit(Sleep(0.0))
-    yield stream, handle.end
-    handle.end.set()
+        stream._submit(core().Sleep(0.0))
+    yield stream, end
+    end.set()
 
 
 @pytest.fixture
-def waiting(runtime, monkeypatch):
-    """Set when somebody waits for room."""
-    workers = getattr(runtime, "_workers", runtime)
-    seen, wait_for_room = threading.Event(), workers.wait_for_room
-
-    def wait(lane):
-        seen.set()
-        wait_for_room(lane)
-
-    monkeypatch.setattr(workers, "wait_for_room", wait)
+def waiting(full):
+    """Set when a command is on its way to the full device."""
+    seen = threading.Event()
+    context().port.watch(lambda *_: seen.set())
     return seen
 
 
@@ -69,14 +60,13 @@ def sleep_on(stream):
 def test_a_full_device_says_so_and_only_it(runtime, full):
     stream, _ = full
     other = runtime.open_lane(0)
-    with pytest.raises(NoRoom, match="^neuron:0 takes no more commands"):
-        runtime.submit(other, Sleep(0.0), (), False)
-    assert runtime.submit(other, Marker(), (), False).value == 1, "a marker needs no room"
-    runtime.submit(runtime.open_lane(1), Sleep(0.0), (), False)
+    assert runtime.submit(other, core().Sleep(0.0), (), False) is None
+    assert runtime.submit(other, core().Marker(), (), False).value == 1, "a marker needs no room"
+    assert runtime.submit(runtime.open_lane(1), core().Sleep(0.0), (), False).value == 1
     assert runtime.submitted(stream._state.lane) == OUTSTANDING
 
 
-def test_who_waits_for_room_holds_nobody_up(runtime, full, waiting):
+def test_a_wait_for_room_holds_nothing_up(runtime, full, waiting):
     if isinstance(runtime, ManualRuntime):
         pytest.skip("a manual wait for room steps instead")
     stream, end = full
@@ -121,19 +111,9 @@ def test_a_thread_alone_finds_its_commands_in_order(runtime, full):
     stream, end = full
     lane, order = stream._state.lane, []
 
-    class Notes:
-        name = "notes"
-
-        def __init__(self, number):
-            self.number = number
-
-        def run(self, inputs):
-            order.append(self.number)
-            return []
-
     threading.Timer(0.01, end.set).start()
     for number in range(OUTSTANDING + 200):
-        stream._submit(Execute(Notes(number), (), ()))
+        stream._submit(call(functools.partial(order.append, number)))
     stream.synchronize()
     assert order == list(range(OUTSTANDING + 200))
     assert runtime.completed(lane) == 2 * OUTSTANDING + 200
@@ -141,23 +121,22 @@ def test_a_thread_alone_finds_its_commands_in_order(runtime, full):
 
 def test_submissions_that_fail_take_no_room(runtime, full):
     stream, end = full
-    lane = stream._state.lane
+    lane, before = stream._state.lane, neuron_streams.memory_allocated()
     for _ in range(5_000):
-        with pytest.raises(NoRoom):
-            runtime.submit(lane, Sleep(0.0), (), False)
-        with pytest.raises(KeyError):
-            runtime.submit(1 << 50, Sleep(0.0), (), False)
+        x = view_of(context().port.allocate(0, 8))
+        assert runtime.submit(lane, core().Copy(x, x), (), False) is None
+        with pytest.raises(RuntimeError, match="^submit: there is no lane"):
+            runtime.submit(1 << 50, core().Copy(x, x), (), False)
+    del x
     assert runtime.submitted(lane) == OUTSTANDING
+    assert neuron_streams.memory_allocated() == before
     end.set()
     stream.synchronize()
-    commands = getattr(getattr(runtime, "_workers", runtime), "_commands", {})
-    assert len(commands) <= 1
-    handle = Waits()
-    again = [runtime.submit(lane, Execute(handle, (), ()), (), False)]
-    again += [runtime.submit(lane, Sleep(0.0), (), False) for _ in range(OUTSTANDING - 1)]
-    with pytest.raises(NoRoom):
-        runtime.submit(lane, Sleep(0.0), (), False)
-    handle.end.set()
+    end.clear()
+    again = [runtime.submit(lane, until(end), (), False)]
+    again += [runtime.submit(lane, core().Sleep(0.0), (), False) for _ in range(OUTSTANDING - 1)]
+    assert runtime.submit(lane, core().Sleep(0.0), (), False) is None
+    end.set()
     runtime.wait(again[-1])
 
 
@@ -169,8 +148,10 @@ def test_ctrl_c_ends_a_wait_for_room(runtime, full, waiting):
     with pytest.raises(KeyboardInterrupt):
         sleep_on(stream)
     assert runtime.submitted(stream._state.lane) == OUTSTANDING
-    assert stream._state.lock.acquire(blocking=False), "nobody holds the stream"
-    stream._state.lock.release()
+    other = threading.Thread(target=stream.query, daemon=True)
+    other.start()
+    other.join(30)
+    assert not other.is_alive(), "nothing holds the stream"
     assert neuron_streams.current_stream() == neuron_streams.default_stream()
     end.set()
     sleep_on(stream)

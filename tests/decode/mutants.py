@@ -35,6 +35,9 @@ TESTS = (
     "streaming_reports",
     "request_stream",
     "engine",
+    "future",
+    "life",
+    "fork",
 )
 
 
@@ -361,7 +364,9 @@ MUTANTS = {
         "len(self.batch_queue) < self.max_concurrent_batches",
         "len(self.batch_queue) <= self.max_concurrent_batches",
     ),
-    "the last cause, not the first": Mutant("loop", "self._step_error or error", "error"),
+    "the last cause, not the first": Mutant(
+        "life", "self.cause = first or error", "self.cause = error"
+    ),
     "drain leaves steps": Mutant(
         "loop", "        while self.batch_queue:\n", "        if self.batch_queue:\n"
     ),
@@ -372,19 +377,14 @@ MUTANTS = {
         "queue", "(ended := step.is_ready())", "(ended := False)"
     ),
     "generate goes on for others": Mutant(
-        "generate",
-        "if going is None and ids.isdisjoint(left):",
-        "if not loop.has_unfinished_requests():",
-    ),
-    "generate leaves what is in the outbox": Mutant(
-        "generate", "if going is None and ids.isdisjoint(left):", "if going is None:"
+        "generate", "if not self._may_come():", "if not loop.has_unfinished_requests():"
     ),
     "generate leaves what is in flight": Mutant("scheduler", "request.num_in_flight > 0 or ", ""),
     "the thread's failure is the step's": Mutant("queue", " or output.error is not error:", ":"),
     "the watchdog sleeps": Mutant(
-        "queue", "            self._watch(step)\n        output", "        output"
+        "queue", "            self._watch(step)\n            step", "            step"
     ),
-    "a failed step stays in the queue": Mutant("queue", "        self._steps.popleft()\n", ""),
+    "a failed step stays in the queue": Mutant("queue", "del self._steps[0]", "pass"),
     # Text and stop strings
     "half a character is shown": Mutant(
         "detokenizer", "if not text.endswith(_INCOMPLETE):", "if True:"
@@ -463,8 +463,8 @@ MUTANTS = {
     "a callback's failure is swallowed": Mutant("outbox", "self.errors.append(error)", "pass"),
     "a callback's failure costs the outputs": Mutant(
         "outbox",
-        "            raise self.errors.popleft()",
-        "            self.outputs = []\n            raise self.errors.popleft()",
+        "            raise error",
+        "            self.outputs = []\n            raise error",
     ),
     "a failed callback is called again": Mutant(
         "outbox", "                request.on_output = None\n", ""
@@ -523,9 +523,9 @@ MUTANTS = {
     "a dropped stream is in the way": Mutant(
         "engine_core", "if request_id in self._live:", "if False:"
     ),
-    "streams do not hear of the failure": Mutant("engine_core", "queue.end(self._over)", "pass"),
+    "streams do not hear of the failure": Mutant("engine_core", "queue.end(over)", "pass"),
     "who drains does not hear of the failure": Mutant(
-        "engine_core", "future.set_exception(self._over)", "pass"
+        "engine_core", "future.set_exception(over)", "pass"
     ),
     "a callback is called after the end": Mutant("engine_core", "None if self._over else ", ""),
     "a callback's failure is the loop's": Mutant(
@@ -553,18 +553,52 @@ MUTANTS = {
     "a cancelled reader's request goes on": Mutant(
         "request_stream", "            self.close()\n            raise", "            raise"
     ),
-    "tasks stay asleep": Mutant(
-        "request_stream", "wakers, self._wakers = self._wakers, []", "wakers: list = []"
+    "readers stay asleep": Mutant("request_stream", "            waker()\n", ""),
+    "a reader takes what another has taken": Mutant(
+        "request_stream",
+        "        except KeyError:\n            del self._gathered[number]",
+        "        except KeyError:\n            pass",
     ),
-    "threads stay asleep": Mutant("request_stream", "self._changed.notify_all()", "pass"),
     "an unread queue fills up": Mutant("request_stream", " > most and not self.unread", " > most"),
     "a closed stream keeps its outputs": Mutant(
-        "request_stream", "                self._outputs.clear()\n", ""
+        "request_stream",
+        "            self._discarded = True\n            self.outputs.clear()\n",
+        "            pass\n",
     ),
     "an output after the end": Mutant(
         "request_stream",
-        "            if self._ended:\n                return\n",
+        "        if self._ends:\n            return\n",
         "",
+    ),
+    # Interrupts and forks
+    "a change leaves no mark": Mutant("life", "self._life._mark = self._what", "pass"),
+    "a mark is overlooked": Mutant(
+        "life", "if self._mark is not None and self.cause is None:", "if False:"
+    ),
+    "an interrupted wait ends the loop": Mutant(
+        "life", "elif self._what is not None or isinstance(error, Exception):", "else:"
+    ),
+    "a child passes for its parent": Mutant(
+        "life", "        if not self:\n", "        if False:\n"
+    ),
+    "an interrupted callback is called again": Mutant(
+        "outbox", "if output is self._begun:", "if False:"
+    ),
+    "a callback that was called passes for interrupted": Mutant(
+        "outbox", " or output is self._done", ""
+    ),
+    "an interrupted pump loses its output": Mutant(
+        "queue", "self._handler.read(step.awaited, step.future)", "pass"
+    ),
+    "an interrupted admission keeps its id": Mutant(
+        "engine", "            stream.close()", "            pass"
+    ),
+    "a dropped iterator's requests go on": Mutant("loop", "if iterator() is None:", "if False:"),
+    "a dropped iterator's outputs are another's": Mutant(
+        "loop", "if out.request_id not in request_ids]", "]"
+    ),
+    "a close that was interrupted is the last": Mutant(
+        "loop", "        if self._has_been_closed:\n", "        if self._life.closed:\n"
     ),
 }
 CONTROL = Mutant("runner", "if req_ids == prev_req_ids:", "if req_ids == prev_req_ids:")

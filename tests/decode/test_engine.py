@@ -682,7 +682,7 @@ def test_close_reports_what_is_pending_and_leaves_what_has_arrived(thread: bool)
     for call in (lambda: engine.add_request("x", [1]), lambda: engine.abort("x"), engine.drain):
         with pytest.raises(RuntimeError, match="^The decode engine is closed"):
             call()
-    assert engine._core.loop._closed
+    assert engine._core.loop._life.closed
 
 
 def test_close_returns_though_the_device_hangs(caplog: pytest.LogCaptureFixture) -> None:
@@ -715,6 +715,75 @@ def interrupted(stream: RequestStream) -> None:
     main = threading.main_thread().ident
     threading.Thread(target=signal.pthread_kill, args=(main, signal.SIGINT)).start()
     next(stream)
+
+
+@pytest.mark.parametrize("thread", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupted_admission_leaves_its_id_free(
+    thread: bool, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _, _ = make_engine(thread=thread)
+    admit = engine._core._admit
+
+    def interrupted(*what: Any) -> None:
+        if when == "after":
+            admit(*what)
+        raise KeyboardInterrupt
+
+    heard: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._core, "_admit", interrupted)
+        with pytest.raises(KeyboardInterrupt) as kept:
+            engine.add_request("a", [1], limited(5), on_output=heard.append)
+    stream = engine.add_request("a", [2], limited(3))
+    assert kept.value.__traceback__ is not None, "which holds all that was made"
+    engine.drain()
+    assert tokens_of(list(stream)) == oracle([2], limited(3))
+    assert [out.finish_reason for out in heard if out.finished] in ([], ["abort"])
+    check_rest(engine)
+    engine.close()
+
+
+def test_an_engine_whose_start_was_interrupted_leaves_the_loop_usable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, _, _ = make_loop(output_thread=True)
+    start, started = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        started.append(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            DecodeEngine(loop)
+    started[0].join(60)
+    assert not started[0].is_alive()
+    with DecodeEngine(loop) as engine:
+        assert tokens_of(list(engine.add_request("a", [1], limited(3)))) == oracle([1], limited(3))
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_an_interrupted_close_refuses_what_comes_and_is_done_by_the_next(thread: bool) -> None:
+    engine, _, _ = make_engine(thread=thread)
+    stream = engine.add_request("a", [1], limited(9), max_queued=2)
+    engine.drain()
+    with pytest.MonkeyPatch.context() as patch:
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(engine._core, "wake", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+    with pytest.raises(RuntimeError, match="^The decode engine is closed"):
+        engine.add_request("b", [1])
+    assert engine.close() == ("a",)
+    with pytest.raises(RuntimeError, match="^The decode engine is closed"):
+        stream.result(60)
+    assert engine._core.loop._life.closed
 
 
 def test_an_engine_that_is_dropped_leaves_no_thread() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from neuron_streams.decode import DecodeLoop, RequestOutput, SamplingParams
 from tests.decode.fake_streams import FakeStreams
-from tests.decode.harness import Results, make_loop, run_to_end
+from tests.decode.harness import Results, drive, make_loop, modes, run_to_end
 from tests.decode.hash_model import EOS, FakeHashModel, reference
 
 LONG = SamplingParams(max_tokens=16, seed=1, ignore_eos=True)
@@ -249,6 +249,47 @@ def test_generate_dropped_early_aborts_its_requests() -> None:
     assert list(loop.generate([[1], [2]], limited(2)))
 
 
+@modes
+def test_an_iterator_that_is_dropped_takes_its_requests_and_outputs_with_it(
+    options: dict[str, Any],
+) -> None:
+    loop, model, _ = make_loop(**options)
+    loop.add_request("mine", [4], limited(3, 9))
+    outputs = loop.generate([[1], [2]], LONG)
+    while not any(out.request_id != "mine" for out in loop._outbox.outputs):
+        next(outputs)
+    del outputs
+    rest = drive(loop, model)
+    assert {out.request_id for out in rest} == {"mine"}
+    assert tokens_of(rest, "mine") == reference([4], limited(3, 9), 24)[0]
+
+
+def test_an_iterator_that_was_interrupted_goes_on() -> None:
+    loop, _, _ = make_loop()
+    outputs = loop.generate([[1]], limited(4))
+    got = [next(outputs)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.batch_queue, "oldest", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(outputs)
+    got += outputs
+    assert tokens_of(got, "0") == reference([1], limited(4), 24)[0]
+
+
+def interrupt(*_: object) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_generate_queues_nothing() -> None:
+    loop, _, _ = make_loop()
+    loop.add_request("1", [4], limited(3, 9))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("neuron_streams.decode.generate.Generated", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loop.generate([[1], [2]], LONG, request_ids=["0", "2"])
+    assert loop.scheduler.unfinished_request_ids == ("1",)
+
+
 def test_two_iterators_and_the_caller_each_get_their_own() -> None:
     loop, _, _ = make_loop()
     loop.add_request("mine", [4], limited(3, 9))
@@ -478,6 +519,59 @@ def test_an_interrupted_wait_can_be_taken_up_again() -> None:
     while loop.has_unfinished_requests():
         outputs += loop.step()
     assert tokens_of(outputs, "a") == reference([1, 2], limited(5), 24)[0]
+
+
+def test_an_interrupted_pump_loses_no_output() -> None:
+    loop, model, _ = make_loop()
+    loop.add_request("a", [1, 2], limited(5))
+    loop.step()
+    loop.output_handler.async_output_queue.get_nowait()  # and there the interrupt came
+    outputs = drive(loop, model)
+    assert tokens_of(outputs, "a") == reference([1, 2], limited(5), 24)[0]
+
+
+@pytest.mark.parametrize("at", ["_flush", "_release"])
+def test_a_close_that_was_interrupted_is_done_by_the_next(at: str) -> None:
+    loop, _, _ = make_loop(output_thread=True)
+    loop.add_request("a", [1, 2], limited(5))
+    loop.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, at, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loop.close()
+    assert loop.close() == ("a",)
+    assert loop.close() == ()
+    assert loop.output_handler._thread is not None
+    assert not loop.output_handler._thread.is_alive()
+
+
+@modes
+def test_an_interrupted_launch_ends_the_loop_which_says_so(options: dict[str, Any]) -> None:
+    loop, model, _ = make_loop(**options)
+    loop.add_request("a", [1, 2], limited(5))
+    model.prefill = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        loop.step()
+    for call in (loop.step, loop.drain, loop.has_unfinished_requests):
+        with pytest.raises(RuntimeError, match="the decode loop has ended, since KeyboardInterr"):
+            call()
+    assert not loop.abort_request("a")
+    assert loop.close() == ()
+
+
+def test_a_thread_that_cannot_start_costs_nothing() -> None:
+    loop, model, _ = make_loop(output_thread=True)
+    loop.add_request("a", [1, 2], limited(5))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def no_thread(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        patch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            loop.step()
+    assert tokens_of(drive(loop, model), "a") == reference([1, 2], limited(5), 24)[0]
+    loop.close()
 
 
 def test_nothing_happens_before_the_first_request() -> None:

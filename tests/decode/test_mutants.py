@@ -18,6 +18,5 @@ def test_the_tests_notice_a_broken_guard() -> None:
 
 
 def test_each_guard_that_is_broken_is_there() -> None:
-    for name, mutant in mutants.MUTANTS.items():
-        source = (mutants.PACKAGE / f"{mutant.module}.py").read_text()
-        assert source.count(mutant.old) == 1, name
+    for mutant in mutants.MUTANTS.values():
+        mutants._Finder(mutant)

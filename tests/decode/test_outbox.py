@@ -40,10 +40,54 @@ def test_a_callback_that_raises_fails_its_request_and_costs_no_output() -> None:
     outbox.call_back(lambda *what: failed.append(what))
     assert failed == [("a", cause)], "and called no more"
     with pytest.raises(LookupError) as raised:
-        outbox.take()
+        outbox.raise_error()
     assert raised.value is cause
-    assert outbox.take() == outputs
-    assert outbox.take() == []
+    outbox.raise_error()
+    assert outbox.outputs == outputs
+
+
+def test_a_callback_that_was_interrupted_is_not_called_again_and_fails_its_request() -> None:
+    failed: list[tuple[str, Exception]] = []
+    heard: list[int] = []
+
+    def hear(output: RequestOutput) -> None:
+        heard.append(output.num_output_tokens)
+        if output.num_output_tokens == 2:
+            raise KeyboardInterrupt
+
+    one = request(hear)
+    outbox = Outbox(deque((one, RequestOutput("a", (n,), n)) for n in (1, 2, 3)))
+    with pytest.raises(KeyboardInterrupt):
+        outbox.call_back(pytest.fail)
+    outbox.call_back(lambda *what: failed.append(what))
+    assert heard == [1, 2]
+    ((request_id, error),) = failed
+    assert request_id == "a"
+    assert str(error) == "The callback of request 'a' was interrupted."
+    with pytest.raises(RuntimeError, match="^The callback of request 'a' was interrupted"):
+        outbox.raise_error()
+    assert not outbox
+
+
+def test_a_callback_that_has_ended_before_the_interrupt_is_neither_called_again_nor_failed() -> (
+    None
+):
+    class Interrupted(deque[tuple[Request, RequestOutput]]):
+        interrupts = 1
+
+        def __delitem__(self, place: object) -> None:
+            if self.interrupts:
+                self.interrupts = 0
+                raise KeyboardInterrupt
+            super().__delitem__(place)  # type: ignore[arg-type]
+
+    heard: list[int] = []
+    one = request(lambda output: heard.append(output.num_output_tokens))
+    outbox = Outbox(Interrupted((one, RequestOutput("a", (n,), n)) for n in (1, 2)))
+    with pytest.raises(KeyboardInterrupt):
+        outbox.call_back(pytest.fail)
+    outbox.call_back(pytest.fail)
+    assert heard == [1, 2]
     assert not outbox
 
 

@@ -37,7 +37,10 @@ def never() -> None:
 
 
 def take(queue: OutputQueue) -> int:
-    return queue.get(None, never).num_output_tokens
+    number, output = queue.first(None, never)
+    queue.claim(number)
+    del queue.outputs[number]
+    return output.num_output_tokens
 
 
 def test_a_queue_gives_in_order_and_then_its_end() -> None:
@@ -112,7 +115,7 @@ def test_a_queue_that_nobody_will_read_keeps_nothing() -> None:
 def test_a_deadline_names_the_request() -> None:
     queue, _ = make_queue()
     with pytest.raises(TimeoutError, match="^Request 'a' has not finished in time; it goes on"):
-        queue.get(0.0, lambda: None)
+        queue.first(0.0, lambda: None)
 
 
 def test_a_stream_gives_all_outputs_and_ends() -> None:
@@ -336,29 +339,54 @@ def test_an_error_reaches_the_task() -> None:
     asyncio.run(main())
 
 
-def test_a_reader_whose_output_another_has_taken_waits_for_the_next() -> None:
-    queue, _ = make_queue()
+@pytest.mark.parametrize("how", ["next", "anext", "result", "aresult"])
+def test_a_reader_whose_output_another_has_taken_goes_on_with_the_next(how: str) -> None:
+    engine, _, _ = make_engine()
+    stream = engine.add_request("a", [1], limited(3))
+    run(engine)
+    queue = stream._queue
+    claim = queue.claim
 
-    class Stolen(threading.Condition):
-        """Another reader is there as soon as the lock is free."""
+    def claim_too_late(number: int) -> None:
+        claim(number)
+        if number == 0:
+            del queue.outputs[0]
 
-        def __exit__(self, *args: Any) -> None:
-            super().__exit__(*args)
-            queue._outputs.clear()
+    queue.claim = claim_too_late  # type: ignore[method-assign]
+    second, third = oracle([1], limited(3))[1:]
+    read = {
+        "next": lambda: next(stream),
+        "anext": lambda: asyncio.run(anext(stream)),  # type: ignore[arg-type]
+        "result": stream.result,
+        "aresult": lambda: asyncio.run(stream.aresult()),
+    }[how]
+    expected = (second, third) if "result" in how else (second,)
+    assert read().new_token_ids == expected
 
-    async def main() -> None:
-        queue.put(output(1))
-        queue._changed = Stolen()
-        assert (await queue.get_async()).num_output_tokens == 1
 
-    asyncio.run(main())
+def test_a_reader_that_is_interrupted_finds_its_output_again() -> None:
+    engine, _, _ = make_engine()
+    stream = engine.add_request("a", [1], limited(3))
+    run(engine)
+    queue = stream._queue
+    for read in (stream.__next__, stream.result):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(queue, "claim", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                read()
+    assert tokens_of([stream.result()]) == oracle([1], limited(3))
+    check_rest(engine)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_reader_whose_event_loop_is_gone_breaks_nothing() -> None:
     engine, _, _ = make_engine()
     stream = engine.add_request("a", [1], limited(4))
     gone = asyncio.new_event_loop()
-    reading = stream._queue.get_async()
+    reading = stream._queue.first_async()
     task = gone.create_task(reading)
     gone.run_until_complete(asyncio.sleep(0))
     task._log_destroy_pending = False  # type: ignore[attr-defined]

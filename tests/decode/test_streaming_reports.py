@@ -169,10 +169,13 @@ def test_an_interrupt_in_the_middle_of_a_step_ends_the_loop(options: dict[str, A
 
     loop, _, _ = make_loop(tokenizer=Interrupted(), **options)
     loop.add_request("a", [1], limited(5))
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            steps(loop, 6)
+    with pytest.raises(KeyboardInterrupt):
+        steps(loop, 6)
+    for call in (loop.step, loop.drain, loop.has_unfinished_requests):
+        with pytest.raises(RuntimeError, match="the decode loop has ended, since KeyboardInterr"):
+            call()
     assert loop.scheduler.unfinished_request_ids == ()
+    assert loop.close() == ()
 
 
 def steps(loop: DecodeLoop, count: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,28 @@ def test_spans_of_the_callers_own() -> None:
                 pass
     assert [span.name for span in trace.spans] == ["b", "c"]
     assert all(before <= span.start <= span.end for span in trace.spans)
+
+
+def test_ranges_are_spans_while_the_trace_is_on() -> None:
+    nvtx = neuron_streams.nvtx
+    streams = FakeStreams()
+    streams.nvtx = nvtx  # type: ignore[attr-defined]
+    loop, *_ = make_loop(streams)
+    with nvtx.range("before"):
+        pass
+    with loop.trace() as trace:
+        with nvtx.range("tokenise {}", 7):
+            pass
+        thread = threading.Thread(target=nvtx.mark, args=("elsewhere",))
+        thread.start()
+        thread.join()
+    with nvtx.range("behind"):
+        pass
+    assert [(s.row, s.name) for s in trace.spans] == [
+        ("engine core", "tokenise 7"),
+        ("output thread", "elsewhere"),
+    ]
+    assert nvtx.listeners == []
 
 
 def test_the_saved_trace_is_what_chrome_reads(tmp_path: Path) -> None:

@@ -97,15 +97,6 @@ def test_generate_ends_an_answer_at_a_stop_string():
     assert "Red" not in said.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_serve_ends_the_quick_before_the_slow():
-    lines = run("examples/serve.py", timeout=500).stdout.splitlines()
-    assert [line.split()[2] for line in lines[:3]].index("slow") == 2
-    assert "Paris" in "".join(lines)
-    assert lines[3].startswith("between tokens: p50 ")
-
-
 @pytest.mark.gpu
 def test_decode_loop_on_a_gpu():
     import torch

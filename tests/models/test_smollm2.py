@@ -16,6 +16,7 @@ from models.smollm2 import find_fault, publish, smollm2, write_manifest
 from models.tokenizer import Tokenizer
 from neuron_streams import cache_folder
 from tests.models.driver import Request, decode, prefill
+from tests.runtime.other_users import ALICE, as_user, needs_root, open_folder
 
 
 @pytest.fixture
@@ -176,6 +177,49 @@ def test_a_download_that_fails_says_what_to_do(conversions, tmp_path, monkeypatc
 def test_it_is_kept_where_everything_else_is(conversions, monkeypatch, tmp_path):
     monkeypatch.setenv("NEURON_STREAMS_CACHE", str(tmp_path / "own"))
     assert smollm2(progress=False).parent == cache_folder() == tmp_path / "own"
+
+
+def test_the_umask_says_who_may_read(conversions, tmp_path, monkeypatch):
+    def convert(path, folder):
+        (folder / "model.safetensors").touch(mode=0o600)
+
+    monkeypatch.setattr("models.gguf_folder.convert", convert)
+    for mask in (0o022, 0o077):
+        before = os.umask(mask)
+        try:
+            folder = smollm2(tmp_path / str(mask), progress=False)
+        finally:
+            os.umask(before)
+        assert folder.stat().st_mode & 0o777 == 0o777 & ~mask
+        assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o666 & ~mask}
+
+
+@needs_root
+def test_a_cache_of_root_serves_another_user(conversions, monkeypatch):
+    with open_folder() as cache:
+        monkeypatch.setenv("NEURON_STREAMS_CACHE", str(cache))
+        folder = smollm2(progress=False)
+        assert as_user(ALICE, smollm2, None, False) == folder
+        (folder / "config.json").chmod(0o600)
+        with pytest.raises(PermissionError, match=r"cannot be read \(Permission denied\)\. Give "):
+            as_user(ALICE, smollm2, None, False)
+        (folder / "config.json").chmod(0o644)
+        (folder / "config.json").write_text("damaged")
+        with pytest.raises(
+            PermissionError, match=r"cannot be written \(Permission denied\)\. Give"
+        ):
+            as_user(ALICE, smollm2, None, False)
+        assert len(conversions) == 1
+
+
+@needs_root
+def test_a_cache_of_another_user_is_refused(conversions, monkeypatch):
+    with open_folder() as cache:
+        monkeypatch.setenv("NEURON_STREAMS_CACHE", str(cache))
+        smollm2(progress=False)
+        os.chown(cache, ALICE, ALICE)
+        with pytest.raises(OSError, match="belongs to another user"):
+            smollm2(progress=False)
 
 
 QUESTIONS = [

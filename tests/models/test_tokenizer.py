@@ -112,6 +112,24 @@ def test_a_chat_is_rendered_by_the_template_of_the_folder(tmp_path, place):
         tokenizer.encode_chat([{"role": "tool", "content": "x"}])
 
 
+@given(st.text(max_size=20))
+def test_the_bytes_of_tokens_are_those_of_the_text(text):
+    tokenizer = Tokenizer(FAST)
+    ids = tokenizer.encode(text.replace("<end>", ""))
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text.replace("<end>", "")
+
+
+def test_the_bytes_of_a_token_alone():
+    tokenizer = Tokenizer(FAST)
+    assert [tokenizer.token_bytes(i) for i in tokenizer.encode("ü ")] == [b"\xc3", b"\xbc", b" "]
+    assert tokenizer.token_bytes(FAST.token_to_id("<end>")) == b"<end>"
+    assert tokenizer.token_bytes(FAST.get_vocab_size()) == b""
+    fast = byte_level()
+    fast.add_special_tokens([AddedToken("<a b>", normalized=False)])
+    assert Tokenizer(fast).token_bytes(fast.token_to_id("<a b>")) == b"<a b>"
+    assert Tokenizer(with_leading_spaces()).token_bytes(2) == b"s"
+
+
 def test_without_a_template_there_is_no_chat(tmp_path):
     FAST.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.load(tmp_path)

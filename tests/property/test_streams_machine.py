@@ -4,16 +4,22 @@ A clock says how far each lane must have got: that of a command is the join of i
 the lane and of all that the lane waits for. The device may run a command only when everything in
 its clock has completed, and must run it once no closed gate is in its clock: this catches a wait
 that is lost and a wait that is too much. On the manual runtime hypothesis chooses which lane steps.
+
+Operators on device tensors are commands like others, but leave no trace of their own: what shows
+when they ran is the memory. Programs have no races: an operator is ordered behind all that used
+what it writes, so a tensor's memory is that of its newest write that no closed gate holds, and NaN
+where there is none.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -26,10 +32,13 @@ from hypothesis.stateful import (
 )
 
 import neuron_streams
-from neuron_streams._runtime.port import Buffer, Execute, Ticket, View
+from neuron_streams._runtime.port import Buffer, Ticket
+from neuron_streams.context import context, core
 from neuron_streams.testing import DeadlockError, EmulatedRuntime, Gate, ManualRuntime, use_runtime
+from tests.runtime.commands import view_of
 
 Clock = dict[int, int]
+picks = st.integers(0, 5)
 
 
 def join(*clocks: Clock) -> Clock:
@@ -50,9 +59,9 @@ class Lane:
     clock: Clock = field(default_factory=dict)
     commands: list[Work] = field(default_factory=list)
     tickets: list[Ticket] = field(default_factory=list)
-    told: int = 0  # failures up to this command were raised by the stream
-    seen: int = 0  # ... by anybody
-    told_to_device: int = 0
+    raised: int = 0  # failures up to this command were raised by the stream
+    seen: int = 0  # ... by anything
+    raised_by_device: int = 0
 
     def news(self, since: int) -> bool:
         return any(not work.runs_well for work in self.commands[since:])
@@ -63,9 +72,10 @@ class Work:
     lane: Lane
     index: int
     clock: Clock
-    output: Buffer
+    output: Buffer | None
     fails: bool
     poisoned: bool
+    traceless: bool = False
 
     @property
     def runs_well(self) -> bool:
@@ -83,37 +93,64 @@ class Point:
     since: int = 0
 
 
+@dataclass
+class Value:
+    """A device tensor of two floats and what was written to it, in order; None is poison.
+
+    Each write is ordered behind the one before, so those that may have run come first.
+    """
+
+    tensor: torch.Tensor
+    device: int
+    writes: list[tuple[Work, list[float] | None]]
+    uses: list[Clock] = field(default_factory=list)
+
+    @property
+    def now(self) -> list[float] | None:
+        return self.writes[-1][1]
+
+    @property
+    def clock(self) -> Clock:
+        return self.writes[-1][0].clock
+
+
 class Runs:
     """The handle of a command: notes that it ran."""
 
     name = "model"
 
-    def __init__(self, log: list[tuple[int, int]], where: tuple[int, int], fails: bool) -> None:
-        self.log, self.where, self.fails = log, where, fails
+    def __init__(
+        self, log: list[tuple[int, int]], where: tuple[int, int], fails: bool, number: float = 0
+    ) -> None:
+        self.log, self.where, self.fails, self.number = log, where, fails, number
 
     def run(self, inputs):
         self.log.append(self.where)
         if self.fails:
             raise ArithmeticError(f"command {self.where}")
-        return [torch.zeros(2)]
+        return [torch.full((2,), float(self.number))]
 
 
 class StreamsMachine(RuleBasedStateMachine):
     """Rules for any runtime; `device_runs` says who steps."""
 
     lanes, works, points, gates = (Bundle(x) for x in ("lanes", "works", "points", "gates"))
+    values = Bundle("values")
 
     implicit = True
 
-    def make(self, seed: int):
+    def runtime_for(self, seed: int):
         raise NotImplementedError
 
     @initialize(seed=st.integers(0, 1 << 16), target=lanes)
     def begin(self, seed):
         self.random = random.Random(seed)
-        self.scope = use_runtime(self.make(seed))
+        self.scope = use_runtime(self.runtime_for(seed))
         self.runtime = self.scope.__enter__()
+        port = context().port
+        port.implicit_waits, port.fills_unfinished = self.implicit, True
         self.all: list[Lane] = []
+        self.tensors: list[Value] = []
         self.log: list[tuple[int, int]] = []
         self.checked = 0
         self.ran: set[tuple[int, int]] = set()
@@ -123,7 +160,6 @@ class StreamsMachine(RuleBasedStateMachine):
         return multiple(*(self.add(neuron_streams.default_stream(i), i) for i in range(2)))
 
     def add(self, stream, device) -> Lane:
-        stream._state.implicit = self.implicit
         lane = Lane(len(self.all), stream, device)
         self.all.append(lane)
         return lane
@@ -151,17 +187,144 @@ class StreamsMachine(RuleBasedStateMachine):
             ahead = [(r, lane.clock.get(r.lane.number, 0)) for r in reads]
             reads = [r for r, upto in ahead if upto >= r.index]
         index = len(lane.commands) + 1
-        output = self.runtime.allocate(lane.device, 8)
-        inputs = tuple(View(r.output, torch.float32, (2,), (1,)) for r in reads)
+        output = context().port.allocate(lane.device, 8)
+        inputs = [view_of(r.output) for r in reads]
         lane.clock = join(lane.clock, *(r.clock for r in reads), {lane.number: index})
         poisoned = any(not r.runs_well for r in reads)
         made = Work(lane, index, lane.clock, output, fails, poisoned)
         lane.commands.append(made)
         handle = Runs(self.log, (lane.number, index), fails)
-        command = Execute(handle, inputs, (output,))
-        reading = [r.output for r in reads]
-        lane.tickets.append(lane.stream._submit(command, reads=reading, writes=[output]))
+        command = core().Execute(handle, inputs, [view_of(output)])
+        lane.tickets.append(lane.stream._submit(command))
         return made
+
+    @rule(lane=lanes, number=st.integers(-9, 9), fails=st.integers(0, 9), target=values)
+    def make(self, lane, number, fails):
+        """An executable makes a tensor, or fails."""
+        index = len(lane.commands) + 1
+        lane.clock = join(lane.clock, {lane.number: index})
+        handle = Runs(self.log, (lane.number, index), fails == 0, number)
+        with neuron_streams.stream(lane.stream):
+            loaded = core().Loaded("make", [], [(torch.float32, (2,), (1,))], [], 0, handle)
+            (tensor,) = loaded.call([])
+        made = Work(lane, index, lane.clock, core().buffer_of(tensor), fails == 0, False)
+        value = Value(tensor, lane.device, [(made, None if fails == 0 else [float(number)] * 2)])
+        return self.noted(lane, made, value)
+
+    def noted(self, lane: Lane, work: Work, value: Value) -> Value:
+        lane.commands.append(work)
+        lane.tickets.append(lane.stream._state.ticket())
+        self.tensors.append(value)
+        return value
+
+    def order(self, lane: Lane, *clocks: Clock) -> None:
+        """Have a lane wait for what a race-free program must wait for, where it does not yet."""
+        for clock in clocks:
+            for other in self.all:
+                if lane.clock.get(other.number, 0) < clock.get(other.number, 0):
+                    lane.stream.wait_stream(other.stream)
+                    lane.clock = join(lane.clock, other.clock)
+
+    def operate(self, lane: Lane, reads: list[Value], written: Value | None) -> Work:
+        """Order an operator and note it; `written` it overwrites or updates."""
+        if not self.implicit:
+            self.order(lane, *(r.clock for r in reads))
+        if written is not None:
+            self.order(lane, written.clock, *written.uses)
+        index = len(lane.commands) + 1
+        lane.clock = join(lane.clock, *(r.clock for r in reads), {lane.number: index})
+        poisoned = any(r.now is None for r in reads)
+        for read in reads:
+            read.uses.append(lane.clock)
+        return Work(lane, index, lane.clock, None, False, poisoned, traceless=True)
+
+    def beside(self, pick: int, value: Value, *others: Value) -> tuple[Lane | Value, ...]:
+        """A stream of a tensor's device, and tensors of that device in the place of others."""
+        here = [lane for lane in self.all if lane.device == value.device]
+        return here[pick % len(here)], *(x if x.device == value.device else value for x in others)
+
+    @rule(pick=picks, a=values, b=values, target=values)
+    def sum_of(self, pick, a, b):
+        lane, b = self.beside(pick, a, b)
+        work = self.operate(lane, [a, b], None)
+        with neuron_streams.stream(lane.stream):
+            tensor = a.tensor + b.tensor
+        work.output = core().buffer_of(tensor)
+        now = None if work.poisoned else [x + y for x, y in zip(a.now, b.now, strict=True)]
+        return self.noted(lane, work, Value(tensor, lane.device, [(work, now)]))
+
+    @rule(pick=picks, a=values, b=values, factor=st.sampled_from([2.0, -1.0]))
+    def update_in_place(self, pick, a, b, factor):
+        """Half of one with the other: `a[1:].add_(b[:1])`, then all of it times a factor."""
+        lane, b = self.beside(pick, a, b)
+        for part in ("add", "multiply"):
+            reads = [a, b] if part == "add" else [a]
+            work = self.operate(lane, reads, a)
+            with neuron_streams.stream(lane.stream):
+                if part == "add":
+                    a.tensor[1:].add_(b.tensor[:1])
+                    now = None if work.poisoned else [a.now[0], a.now[1] + b.now[0]]
+                else:
+                    a.tensor.mul_(factor)
+                    now = None if work.poisoned else [x * factor for x in a.now]
+            self.wrote(lane, work, a, now)
+
+    def wrote(self, lane: Lane, work: Work, value: Value, now: list[float] | None) -> None:
+        lane.commands.append(work)
+        lane.tickets.append(lane.stream._state.ticket())
+        value.writes.append((work, now))
+        value.uses.clear()
+
+    @rule(pick=picks, a=values, b=values, target_=values)
+    def add_out(self, pick, a, b, target_):
+        lane, a, b = self.beside(pick, target_, a, b)
+        assume(target_ is not a and target_ is not b)
+        work = self.operate(lane, [a, b], target_)
+        with neuron_streams.stream(lane.stream):
+            torch.add(a.tensor, b.tensor, out=target_.tensor)
+        now = None if work.poisoned else [x + y for x, y in zip(a.now, b.now, strict=True)]
+        self.wrote(lane, work, target_, now)
+
+    @rule(pick=picks, a=values, target_=values)
+    def copy(self, pick, a, target_):
+        """Within a device; between two the current streams of both take part."""
+        assume(target_ is not a)
+        (lane,) = self.beside(pick, target_)
+        giver = None
+        if a.device != lane.device:
+            current = neuron_streams.current_stream(a.device)
+            giver = next(x for x in self.all if x.stream == current)
+            lane.clock = join(lane.clock, giver.clock)
+        work = self.operate(lane, [a], target_)
+        with neuron_streams.stream(lane.stream):
+            target_.tensor.copy_(a.tensor)
+        if giver is not None:
+            giver.clock = join(giver.clock, lane.clock)
+        self.wrote(lane, work, target_, None if work.poisoned else a.now)
+
+    @rule(pick=picks, target_=values, number=st.integers(-9, 9))
+    def fill_from_host(self, pick, target_, number):
+        (lane,) = self.beside(pick, target_)
+        work = self.operate(lane, [], target_)
+        source = torch.full((2,), float(number))
+        with neuron_streams.stream(lane.stream):
+            target_.tensor.copy_(source)
+        source.zero_()  # it was read at the call
+        self.wrote(lane, work, target_, [float(number)] * 2)
+
+    @rule(value=values)
+    def read(self, value):
+        """Reading waits for the tensor's own writer, and raises what poisoned it."""
+        work, now = value.writes[-1]
+        if not self.is_free(work.clock):
+            return
+        if now is None:
+            with pytest.raises(ArithmeticError, match="^command"):
+                value.tensor.tolist()
+        else:
+            assert value.tensor.tolist() == now
+        self.look()
+        assert self.done(work.clock)
 
     @rule(lane=lanes, target=gates)
     def hold(self, lane):
@@ -219,7 +382,7 @@ class StreamsMachine(RuleBasedStateMachine):
     def done(self, clock: Clock) -> bool:
         """Whether everything in a clock is known to have completed, gates included."""
         reached = all(
-            work.poisoned or (lane.number, work.index) in self.ran
+            work.poisoned or work.traceless or (lane.number, work.index) in self.ran
             for lane in self.all
             for work in lane.commands[: clock.get(lane.number, 0)]
         )
@@ -227,9 +390,9 @@ class StreamsMachine(RuleBasedStateMachine):
 
     @rule(lane=lanes)
     def synchronize_stream(self, lane):
-        news = lane.news(lane.told)
+        news = lane.news(lane.raised)
         if self.waited(lane.stream.synchronize, lane.clock, news):
-            lane.told = lane.seen = len(lane.commands)
+            lane.raised = lane.seen = len(lane.commands)
 
     @rule(point=points)
     def synchronize_event(self, point):
@@ -244,11 +407,11 @@ class StreamsMachine(RuleBasedStateMachine):
     @rule(device=st.integers(0, 1))
     def synchronize_device(self, device):
         mine = [lane for lane in self.all if lane.device == device]
-        news = any(lane.news(lane.told_to_device) for lane in mine)
+        news = any(lane.news(lane.raised_by_device) for lane in mine)
         clock = join(*(lane.clock for lane in mine))
         if self.waited(lambda: neuron_streams.synchronize(device), clock, news):
             for lane in mine:
-                lane.told_to_device = lane.seen = len(lane.commands)
+                lane.raised_by_device = lane.seen = len(lane.commands)
 
     def waited(self, call, clock: Clock, news: bool) -> bool:
         """Wait, if it can end; a failure that is news is raised, and everything before is done."""
@@ -285,7 +448,7 @@ class StreamsMachine(RuleBasedStateMachine):
     def skips(self, clock: Clock) -> bool:
         """Whether a clock has commands that leave no trace of their completion."""
         return any(
-            work.poisoned
+            work.poisoned or work.traceless
             for lane in self.all
             for work in lane.commands[: clock.get(lane.number, 0)]
         )
@@ -309,10 +472,27 @@ class StreamsMachine(RuleBasedStateMachine):
         for lane in self.all:
             for work in lane.commands:
                 free = self.is_free(work.clock)
+                if work.traceless:
+                    continue
                 if free and not work.poisoned:
                     assert (lane.number, work.index) in self.ran
                 elif not free:
                     assert (lane.number, work.index) not in self.ran
+
+        for value in self.tensors:
+            self.check_memory(value)
+
+    def check_memory(self, value: Value) -> None:
+        """What is in a tensor's memory, everything having run that may."""
+        past = [now for work, now in value.writes if self.is_free(work.clock)]
+        memory = core().View(value.tensor).on_host().tolist()
+        if not past:
+            assert all(map(math.isnan, memory)), "written too early"
+        elif past[-1] is not None:
+            assert memory == past[-1]
+        if len(past) == len(value.writes):
+            poisoned = core().buffer_of(value.tensor).failure is not None
+            assert poisoned == (past[-1] is None)
 
     def device_runs(self) -> None:
         raise NotImplementedError
@@ -333,12 +513,13 @@ class StreamsMachine(RuleBasedStateMachine):
             for work in lane.commands:
                 ran = (lane.number, work.index) in self.ran
                 assert not (ran and work.poisoned)
-                assert ran or work.output.failure is not None, "completed or failed"
+                settled = ran or work.traceless or work.output.failure is not None
+                assert settled, "completed or failed"
         neuron_streams.set_stream(None)
 
 
 class ManualMachine(StreamsMachine):
-    def make(self, seed):
+    def runtime_for(self, seed):
         return ManualRuntime(2, order=seed)
 
     @rule(data=st.data())
@@ -354,10 +535,8 @@ class ManualMachine(StreamsMachine):
 
 
 class NativeMachine(StreamsMachine):
-    worker = "native"
-
-    def make(self, seed):
-        return EmulatedRuntime(2, worker=self.worker)
+    def runtime_for(self, seed):
+        return EmulatedRuntime(2)
 
     def device_runs(self):
         for lane in self.all:
@@ -365,10 +544,6 @@ class NativeMachine(StreamsMachine):
                 if self.is_free(work.clock):
                     self.runtime.wait(lane.tickets[work.index - 1], timeout=30)
         self.look()
-
-
-class PythonMachine(NativeMachine):
-    worker = "python"
 
 
 class ExplicitMachine(ManualMachine):
@@ -380,6 +555,4 @@ TestExplicit.settings = settings(max_examples=40, stateful_step_count=40, deadli
 TestManual = ManualMachine.TestCase
 TestManual.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestNative = NativeMachine.TestCase
-TestPython = PythonMachine.TestCase
 TestNative.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
-TestPython.settings = TestNative.settings

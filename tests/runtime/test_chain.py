@@ -1,4 +1,4 @@
-"""Programs that run: compiled ones, in C and in Python."""
+"""Programs that run: compiled ones."""
 
 import dataclasses
 import gc
@@ -10,7 +10,6 @@ import torch
 
 from neuron_streams import compile  # noqa: A004
 from neuron_streams._compiler.build import build
-from neuron_streams._runtime import toolchain
 from neuron_streams._runtime.chain import ProgramHandle
 from tests.compiler.compiled import deep, model, needs_cxx, pair
 from tests.compiler.plans import deep_inputs
@@ -20,11 +19,6 @@ pytestmark = needs_cxx
 
 def load(executable):
     return ProgramHandle(executable._payload.content)
-
-
-@pytest.fixture
-def without_native(monkeypatch):
-    monkeypatch.setattr(toolchain, "native", lambda: None)
 
 
 def check_deep(handle):
@@ -37,12 +31,6 @@ def check_deep(handle):
 
 def test_a_chain_gives_the_results_of_eager_and_updates_in_place():
     check_deep(load(deep()))
-
-
-def test_python_can_walk_a_chain(without_native):
-    handle = load(deep())
-    check_deep(handle)
-    assert handle.address is None
 
 
 def test_windows_start_where_the_input_does():

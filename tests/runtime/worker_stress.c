@@ -1,10 +1,10 @@
 /* Many threads at once on the native worker, for -fsanitize=thread and -fsanitize=address.
  *
  * Submitters send every kind of command to random lanes of two devices, with random tickets to wait
- * for, some that fail, and now and then close a lane and open another; servers stand for threads of
- * Python. Checked: values count up by one per lane, a command that reads what another wrote finds
- * it, units are never over their capacity, everything submitted completes, nothing is lost at the
- * end. Usage: worker_stress COMMANDS [cancel]
+ * for, some that fail, and now and then close a lane and open another. Checked: values count up by
+ * one per lane, a call that reads what another wrote finds it, units are never over their capacity,
+ * everything submitted completes, each call is dropped once, nothing is lost at the end.
+ * Usage: worker_stress COMMANDS [cancel]
  */
 #include "worker.h"
 
@@ -13,109 +13,85 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SUBMITTERS = 16, SERVERS = 3, LANES = 64, DEVICES = 2, RECENT = 256 };
+enum { SUBMITTERS = 16, LANES = 64, DEVICES = 2, RECENT = 256, READS = 2, LENGTH = 4096 };
 
-/* The functions that end.c and the others export; worker.h keeps what is theirs alone. */
-ns_runtime *ns_new(int64_t);
-int64_t ns_open_lane(ns_runtime *, int64_t, int64_t, int64_t, int64_t *);
-void ns_close_lane(ns_runtime *, int64_t);
-int64_t ns_submit(ns_runtime *, int64_t, const int64_t *, int64_t);
-void ns_complete(ns_runtime *, int64_t, int64_t);
-ns_entry *ns_next(ns_runtime *, ns_entry *, int64_t *);
-int64_t ns_wait(ns_runtime *, int64_t, int64_t, int64_t);
-void ns_wait_for_room(ns_runtime *, int64_t, int64_t);
-int64_t ns_drain(ns_runtime *, int64_t);
-int64_t ns_cancel(ns_runtime *, int64_t *, int64_t);
-void ns_stop(ns_runtime *);
-int64_t ns_join(ns_runtime *, int64_t);
-void ns_free(ns_runtime *);
-void ns_use_torch(const void *);
-int64_t ns_intervals(ns_runtime *, ns_interval *);
-
-typedef struct tensor {
+/* A number that a call writes; kept by the calls that name it and by lists. */
+typedef struct cell {
     int references;
-    char *data;
-} tensor;
+    bool written, broken;
+    int64_t number;
+} cell;
 
-/* A libtorch of handles and bytes. */
-static int32_t retain(void *owner, void **made) {
-    __atomic_add_fetch(&((tensor *)owner)->references, 1, __ATOMIC_ACQ_REL);
-    *made = owner;
-    return 0;
+static cell *new_cell(void) {
+    cell *made = calloc(1, sizeof *made);
+    made->references = 1;
+    return made;
 }
 
-static int32_t release(void *handle) {
-    tensor *owner = handle;
-    if (__atomic_sub_fetch(&owner->references, 1, __ATOMIC_ACQ_REL) == 0) {
-        free(owner->data);
-        free(owner);
-    }
-    return 0;
+static cell *keep(cell *c) {
+    if (c != NULL) __atomic_add_fetch(&c->references, 1, __ATOMIC_RELAXED);
+    return c;
 }
 
-static int32_t empty(int64_t rank, const int64_t *sizes, const int64_t *strides, int32_t dtype,
-                     int32_t type, int32_t index, void **made) {
-    (void)rank, (void)strides, (void)dtype, (void)type, (void)index;
-    tensor *fresh = malloc(sizeof *fresh);
-    *fresh = (tensor){1, calloc(1, (size_t)sizes[0])};
-    *made = fresh;
-    return 0;
+static void let_go(cell *c) {
+    if (c != NULL && __atomic_sub_fetch(&c->references, 1, __ATOMIC_ACQ_REL) == 0) free(c);
 }
 
-static int32_t data_of(void *handle, void **data) {
-    *data = ((tensor *)handle)->data;
-    return 0;
-}
-
-static void set_grad_mode(bool enabled) { (void)enabled; }
-
-static const struct {
-    int32_t (*empty)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t,
-                     void **);
-    int32_t (*data)(void *, void **);
-    int32_t (*retain)(void *, void **);
-    int32_t (*release)(void *);
-    void (*set_grad_mode)(bool);
-    int64_t uint8;
-} torch = {empty, data_of, retain, release, set_grad_mode, 0};
-
-/* A program: adds one to an eight byte number, keeps its device to itself, or fails. */
-typedef struct program {
-    int inside;
+/* Writes one more than `before` into `fresh`, unless it fails; `others` were written before. */
+typedef struct call {
+    cell *before, *fresh, *others[READS];
+    int64_t lane, value;
+    int device, unit;
     bool fails;
-} program;
-
-int64_t ns_run(const void *which, void *const *inputs, void **results) {
-    program *p = (program *)which;
-    const int64_t size = 8, one = 1;
-    int inside = __atomic_add_fetch(&p->inside, 1, __ATOMIC_ACQ_REL);
-    if (!p->fails) {
-        if (inside != 1) abort(); /* COMPUTE is one queue */
-        empty(1, &size, &one, 0, 0, 0, &results[0]);
-        *(int64_t *)((tensor *)results[0])->data = *(int64_t *)inputs[0] + 1;
-    }
-    __atomic_sub_fetch(&p->inside, 1, __ATOMIC_ACQ_REL);
-    return p->fails;
-}
-
-const char *ns_complaint(void) { return "it fails by design"; }
+} call;
 
 /* What a lane of the test is: a chain of numbers, each one more than the one before. */
 typedef struct chain {
     pthread_mutex_t mutex;
-    int64_t id, device, *counters;
-    ns_buffer *buffers; /* the numbers, in the order of the commands */
-    int64_t length, room;
-    bool broken;
+    int64_t id, device, *counters, length;
+    cell *newest;
 } chain;
+
+typedef struct recent {
+    ns_ticket ticket;
+    cell *written;
+} recent;
 
 static ns_runtime *runtime;
 static chain chains[LANES];
-static program programs[DEVICES], failing = {0, true};
-static int64_t recent[RECENT][2];
-static int64_t sent, closed_lanes, failures, served;
-static bool cancelling; /* then a lane may be completed while its last command still runs */
+static recent recents[RECENT];
 static pthread_mutex_t recent_mutex = PTHREAD_MUTEX_INITIALIZER;
+static int inside[DEVICES][NS_UNITS];
+static int64_t sent, made, dropped, closed_lanes, failures, threads;
+static bool cancelling; /* then a lane may be completed while its last command still runs */
+
+static void count(int64_t *what) { __atomic_add_fetch(what, 1, __ATOMIC_RELAXED); }
+
+static void run(void *pointer, int64_t lane, int64_t value) {
+    call *c = pointer;
+    int *busy = &inside[c->device][c->unit];
+    if (__atomic_add_fetch(busy, 1, __ATOMIC_ACQ_REL) > ns_queues[c->unit] && !cancelling) abort();
+    if (lane != c->lane || value != c->value) abort();
+    for (int i = 0; i < READS; i++)
+        if (c->others[i] != NULL && !c->others[i]->written) abort();
+    if (!c->before->written || c->fresh->written) abort();
+    c->fresh->broken = c->before->broken || c->fails;
+    c->fresh->number = c->before->number + 1;
+    c->fresh->written = true;
+    if (c->fails) count(&failures);
+    __atomic_sub_fetch(busy, 1, __ATOMIC_ACQ_REL);
+}
+
+static void drop(void *pointer) {
+    call *c = pointer;
+    let_go(c->before);
+    let_go(c->fresh);
+    for (int i = 0; i < READS; i++) let_go(c->others[i]);
+    free(c);
+    count(&dropped);
+}
+
+static void enter_thread(void) { count(&threads); }
 
 static uint64_t next_random(uint64_t *state) {
     *state ^= *state << 13, *state ^= *state >> 7, *state ^= *state << 17;
@@ -125,173 +101,210 @@ static uint64_t next_random(uint64_t *state) {
 static void open_chain(chain *c, int64_t device) {
     c->device = device;
     c->counters = calloc(2, sizeof *c->counters);
-    c->room = 4096;
-    c->buffers = calloc((size_t)c->room, sizeof *c->buffers);
-    for (int64_t i = 0; i < c->room; i++) c->buffers[i].nbytes = 8;
-    c->length = 1; /* the first is zero: made when it is first read */
-    c->broken = false;
-    c->id = ns_open_lane(runtime, device, -(int64_t)(device % 3), 0, c->counters);
+    c->length = 0;
+    c->newest = new_cell();
+    c->newest->written = true;
+    c->id = ns_open_lane(runtime, device, -(int64_t)(device % 3), false, c->counters);
     if (c->id <= 0) abort();
 }
 
 static void check_chain(const chain *c) {
-    for (int64_t i = 1; i < c->length && !c->broken; i++)
-        if (c->buffers[i].data == NULL || *(int64_t *)c->buffers[i].data != i) abort();
+    if (!c->newest->written || c->newest->number != c->length) abort();
 }
 
 static void free_chain(chain *c) {
-    for (int64_t i = 0; i < c->length; i++)
-        if (c->buffers[i].owner != NULL) release(c->buffers[i].owner);
-    free(c->buffers);
+    let_go(c->newest);
     free(c->counters);
 }
 
-/* With the chain's lock held: wait for it, look at what it made, and start another. */
-static void renew_chain(chain *c) {
+/* With the chain's lock held: wait for it, look at what it made, and start another. Half of the
+ * lanes are closed with work pending. */
+static void renew_chain(chain *c, bool early) {
     int64_t last = __atomic_load_n(&c->counters[1], __ATOMIC_ACQUIRE);
+    if (early) ns_close_lane(runtime, c->id);
     while (!ns_wait(runtime, c->id, last, 1000000000)) continue;
-    ns_close_lane(runtime, c->id);
+    if (!early) ns_close_lane(runtime, c->id);
     check_chain(c);
     int64_t device = c->device;
     free_chain(c);
     open_chain(c, (device + 1) % DEVICES);
-    __atomic_add_fetch(&closed_lanes, 1, __ATOMIC_RELAXED);
+    count(&closed_lanes);
 }
 
-/* Words of the next command of a chain, behind `header`; returns their number. */
-static int64_t write_command(chain *c, int64_t *header, uint64_t choice) {
-    int64_t *words = header + 6 + 2 * header[5], n = c->length;
-    int64_t before = (intptr_t)&c->buffers[n - 1], fresh = (intptr_t)&c->buffers[n];
-    switch (choice % 16) {
-    case 0: case 1:
-        header[0] = NS_MARKER, words[0] = 0;
-        return 1;
-    case 2:
-        header[0] = NS_SLEEP, words[0] = 1000;
-        return 1;
-    case 3: case 4: case 5:
-        header[0] = NS_PYTHON, header[1] = choice / 16 % NS_UNITS;
-        return 0;
-    case 6:
-        if (choice / 16 % 64) break;
-        header[0] = NS_EXECUTE, c->broken = true;
-        memcpy(words, (int64_t[]){(intptr_t)&failing, 1, 1, before, fresh}, 5 * sizeof *words);
-        c->length++;
-        return 5;
-    case 7: case 8: case 9: /* a copy makes the number one less than it should be: not used */
-        header[0] = NS_COPY, header[1] = NS_TENSOR_OP, header[2] = choice / 16 % 2;
-        memcpy(words, (int64_t[]){before, 0, (intptr_t)&c->buffers[0], 0, 0}, 5 * sizeof *words);
-        return 5;
-    }
-    header[0] = NS_EXECUTE, header[2] = choice / 16 % 2 * 4; /* half of them say the offset, 0 */
-    memcpy(words,
-           (int64_t[]){(intptr_t)&programs[c->device], 1, 1, before, fresh, 0},
-           6 * sizeof *words);
-    c->length++;
-    return header[2] ? 6 : 5;
-}
-
-static int64_t add_tickets(int64_t *header, uint64_t *random) {
-    int64_t count = next_random(random) % 3;
+/* Tickets to wait for, and what was written at them. */
+static int64_t take_recents(ns_ticket *after, cell **written, uint64_t *random) {
+    int64_t wanted = (int64_t)(next_random(random) % (READS + 1));
     pthread_mutex_lock(&recent_mutex);
-    for (int64_t i = 0; i < count; i++)
-        memcpy(header + 6 + 2 * i, recent[next_random(random) % RECENT], 2 * sizeof *header);
+    for (int64_t i = 0; i < wanted; i++) {
+        recent *r = &recents[next_random(random) % RECENT];
+        after[i] = r->ticket;
+        written[i] = keep(r->written);
+    }
     pthread_mutex_unlock(&recent_mutex);
-    return count;
+    return wanted;
 }
 
-static int64_t submit(chain *c, const int64_t *message, int64_t length) {
+static void note_recent(ns_ticket ticket, cell *written, uint64_t *random) {
+    pthread_mutex_lock(&recent_mutex);
+    recent *r = &recents[next_random(random) % RECENT];
+    cell *before = r->written;
+    *r = (recent){ticket, keep(written)};
+    pthread_mutex_unlock(&recent_mutex);
+    let_go(before);
+}
+
+/* The next command of a chain; a call takes over the references in `others`. */
+static ns_command command_of(chain *c, cell **others, double *stamp, uint64_t choice) {
+    ns_command made_command = {.name = "stress"};
+    switch (choice % 8) {
+    case 0:
+        made_command.kind = NS_MARKER;
+        made_command.stamp = stamp;
+        return made_command;
+    case 1:
+        made_command.kind = NS_SLEEP;
+        made_command.unit = NS_COMPUTE;
+        made_command.nanoseconds = 1000;
+        return made_command;
+    }
+    call *fresh = calloc(1, sizeof *fresh);
+    *fresh = (call){keep(c->newest), new_cell(), {others[0], others[1]}, c->id, 0,
+                    (int)c->device, (int)(choice / 8 % NS_UNITS), choice / 32 % 64 == 0};
+    others[0] = others[1] = NULL;
+    made_command.kind = NS_CALL;
+    made_command.unit = fresh->unit;
+    made_command.quick = choice / 4096 % 2;
+    made_command.call = fresh;
+    return made_command;
+}
+
+static int64_t submit(chain *c, const ns_command *command, const ns_ticket *after, int64_t length) {
     int64_t value;
-    while ((value = ns_submit(runtime, c->id, message, length)) == NS_FULL)
+    while ((value = ns_submit(runtime, c->id, command, after, length)) == NS_FULL)
         ns_wait_for_room(runtime, c->id, 1000000000);
     return value;
 }
 
-static bool send_one(uint64_t *random) {
-    int64_t message[32] = {0};
-    chain *c = &chains[next_random(random) % LANES];
-    message[5] = add_tickets(message, random);
-    pthread_mutex_lock(&c->mutex);
-    bool full = c->length + 1 == c->room || next_random(random) % 4096 == 0;
-    if (full && !cancelling) renew_chain(c);
-    if (c->length + 1 == c->room) c->length--;
-    int64_t length = 6 + 2 * message[5];
-    length += write_command(c, message, next_random(random));
+/* With the chain's lock held; false where the runtime takes no more. */
+static bool send_to(chain *c, uint64_t *random) {
+    static double stamp; /* written under the runtime's lock */
+    ns_ticket after[READS];
+    cell *others[READS] = {NULL, NULL};
+    int64_t length = take_recents(after, others, random);
+    ns_command command = command_of(c, others, &stamp, next_random(random));
+    call *sending = command.call;
+    cell *written = sending == NULL ? NULL : keep(sending->fresh);
     int64_t expected = __atomic_load_n(&c->counters[1], __ATOMIC_ACQUIRE) + 1;
-    int64_t value = submit(c, message, length), id = c->id;
+    if (sending != NULL) sending->value = expected, count(&made);
+    int64_t value = submit(c, &command, after, length);
     if (value != expected && value != NS_CLOSED) abort();
-    pthread_mutex_unlock(&c->mutex);
-    pthread_mutex_lock(&recent_mutex);
-    memcpy(recent[next_random(random) % RECENT], (int64_t[]){id, value}, sizeof recent[0]);
-    pthread_mutex_unlock(&recent_mutex);
-    if (value > 0 && next_random(random) % 64 == 0) ns_wait(runtime, id, value, 1000000);
-    __atomic_add_fetch(&sent, 1, __ATOMIC_RELAXED);
+    if (value == NS_CLOSED && sending != NULL) drop(sending);
+    if (value > 0 && sending != NULL) {
+        let_go(c->newest);
+        c->newest = keep(written);
+        c->length++;
+    }
+    if (value > 0) note_recent((ns_ticket){c->id, value}, written, random);
+    let_go(written);
+    for (int i = 0; i < READS; i++) let_go(others[i]);
+    if (value > 0 && next_random(random) % 64 == 0) ns_wait(runtime, c->id, value, 1000000);
     return value > 0;
 }
 
 typedef struct job {
     uint64_t random;
-    int64_t commands;
+    int64_t commands, host_lane, counters[2];
+    ns_interval *intervals;
 } job;
+
+/* Some wait for what only the host completes: a pledge, kept until this thread's next command. */
+static void open_and_shut(job *work) {
+    ns_complete(runtime, work->host_lane, work->counters[1]);
+    if (next_random(&work->random) % 64) return;
+    ns_command pledge = {.kind = NS_PLEDGE, .name = "pledge"};
+    int64_t value = ns_submit(runtime, work->host_lane, &pledge, NULL, 0);
+    if (value > 0) note_recent((ns_ticket){work->host_lane, value}, NULL, &work->random);
+}
+
+static void look_around(job *work) {
+    ns_command head;
+    ns_ticket ticket, awaited;
+    if (next_random(&work->random) % 256 == 0)
+        ns_head(runtime, chains[next_random(&work->random) % LANES].id, &head, &ticket, &awaited);
+    if (next_random(&work->random) % 4096 == 0) ns_intervals(runtime, work->intervals);
+}
+
+static bool send_one(job *work) {
+    chain *c = &chains[next_random(&work->random) % LANES];
+    ns_complete(runtime, work->host_lane, work->counters[1]); /* before this thread may wait */
+    pthread_mutex_lock(&c->mutex);
+    bool full = c->length == LENGTH || next_random(&work->random) % 128 == 0;
+    if (full && !cancelling) renew_chain(c, next_random(&work->random) % 2);
+    bool taken = send_to(c, &work->random);
+    pthread_mutex_unlock(&c->mutex);
+    open_and_shut(work);
+    count(&sent);
+    return taken;
+}
 
 static void *submitter(void *argument) {
     job *work = argument;
-    while (work->commands-- > 0 && send_one(&work->random)) continue;
+    while (work->commands-- > 0 && send_one(work)) look_around(work);
+    ns_complete(runtime, work->host_lane, work->counters[1]);
     return NULL;
 }
 
-static void *server(void *argument) {
-    int64_t told[6];
-    ns_entry *entry = NULL;
-    (void)argument;
-    while ((entry = ns_next(runtime, entry, told)) != NULL) {
-        if (entry->kind == NS_EXECUTE && !told[4] && !ns_is_poisoned(entry)) abort();
-        if (entry->kind == NS_EXECUTE) ((ns_buffer *)(intptr_t)entry->words[4])->poisoned = 1;
-        __atomic_add_fetch(told[4] || entry->kind == NS_EXECUTE ? &failures : &served, 1,
-                           __ATOMIC_RELAXED);
-    }
-    return NULL;
+static void note_cancelled(void *context, const ns_command *command, ns_ticket ticket,
+                           bool running) {
+    (void)command, (void)ticket, (void)running;
+    ++*(int64_t *)context;
 }
 
 static int64_t end(bool cancel) {
-    int64_t told[4 * 64], cancelled = 0, count;
+    int64_t cancelled = 0;
     while (!cancel && !ns_drain(runtime, 1000000000)) continue;
-    while ((count = ns_cancel(runtime, told, 64)) > 0) cancelled += count;
+    ns_cancel(runtime, note_cancelled, &cancelled);
     ns_stop(runtime);
     while (ns_join(runtime, 1000000000)) continue;
     return cancelled;
 }
 
-int main(int count, char **arguments) {
-    int64_t commands = count > 1 ? atoll(arguments[1]) : 100000;
-    bool cancel = cancelling = count > 2;
-    pthread_t submitters[SUBMITTERS], servers[SERVERS];
-    job jobs[SUBMITTERS];
-    ns_use_torch(&torch);
-    runtime = ns_new(DEVICES);
+static void start_job(job *work, int number, int64_t commands) {
+    *work = (job){.random = 0x9E3779B97F4A7C15u * (uint64_t)(number + 1), .commands = commands};
+    work->intervals = calloc(NS_INTERVALS, sizeof *work->intervals);
+    work->host_lane = ns_open_lane(runtime, number % DEVICES, 0, true, work->counters);
+}
+
+int main(int argument_count, char **arguments) {
+    int64_t commands = argument_count > 1 ? atoll(arguments[1]) : 100000, cancelled = 0;
+    bool cancel = cancelling = argument_count > 2;
+    pthread_t submitters[SUBMITTERS];
+    static job jobs[SUBMITTERS];
+    const ns_calls calls = {run, drop, enter_thread};
+    runtime = ns_new(DEVICES, &calls);
     for (int i = 0; i < LANES; i++) {
         pthread_mutex_init(&chains[i].mutex, NULL);
         open_chain(&chains[i], i % DEVICES);
     }
-    for (int i = 0; i < SERVERS; i++) pthread_create(&servers[i], NULL, server, NULL);
     for (int i = 0; i < SUBMITTERS; i++) {
-        jobs[i] = (job){0x9E3779B97F4A7C15u * (uint64_t)(i + 1), commands / SUBMITTERS};
+        start_job(&jobs[i], i, commands / SUBMITTERS);
         pthread_create(&submitters[i], NULL, submitter, &jobs[i]);
     }
-    int64_t cancelled = 0;
     while (cancel && __atomic_load_n(&sent, __ATOMIC_RELAXED) < commands / 2) sched_yield();
     if (cancel) cancelled = end(true);
     for (int i = 0; i < SUBMITTERS; i++) pthread_join(submitters[i], NULL);
     if (!cancel) cancelled = end(false);
-    for (int i = 0; i < SERVERS; i++) pthread_join(servers[i], NULL);
     if (!cancel && cancelled) abort();
     for (int i = 0; i < LANES; i++) {
         if (chains[i].counters[0] != chains[i].counters[1]) abort();
         if (!cancel) check_chain(&chains[i]);
         free_chain(&chains[i]);
     }
+    for (int i = 0; i < RECENT; i++) let_go(recents[i].written);
+    for (int i = 0; i < SUBMITTERS; i++) free(jobs[i].intervals);
     ns_free(runtime);
-    printf("%ld lanes closed, %ld served, %ld failed, %ld cancelled\n", (long)closed_lanes,
-           (long)served, (long)failures, (long)cancelled);
+    if (made != dropped || !threads) abort();
+    printf("%ld lanes closed, %ld failed, %ld cancelled\n", (long)closed_lanes, (long)failures,
+           (long)cancelled);
     return 0;
 }

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-const int ns_queues[NS_UNITS] = {1, 2, 3};
+const int ns_queues[NS_UNITS] = {1, 2, 3, 58};
 
 /* An emulated device that has no memory for a few words cannot go on. */
 void *ns_room_for(void *memory, size_t size) {
@@ -235,27 +235,25 @@ static void make_ready(ns_runtime *r, ns_entry *entry, ns_wake *wake) {
     wake->devices |= (uint64_t)1 << entry->lane->device;
 }
 
-/* Move the head of a lane on as far as it goes without a thread. */
-static void advance_lane(ns_runtime *r, ns_lane *lane, ns_wake *wake) {
-    for (ns_entry *head; (head = lane->head) != NULL;) {
-        if (!(head->cancelled && r->cancelled)) {
-            if (head->blocked || head->queued || head->command.kind == NS_PLEDGE) return;
-            if (head->command.kind != NS_MARKER && !ran_in_place(r, head, wake)) {
-                make_ready(r, head, wake);
-                return;
-            }
-        }
-        complete(r, head, wake);
-    }
-    if (lane->closing) forget(r, lane, wake);
+/* Whether the head of a lane completes here and now; one that needs a thread becomes ready. */
+static bool completes_here(ns_runtime *r, ns_lane *lane, ns_wake *wake) {
+    ns_entry *head = lane->head;
+    if (head == NULL) return false;
+    if (head->cancelled && r->cancelled) return true;
+    if (head->blocked || head->queued || head->command.kind == NS_PLEDGE) return false;
+    if (head->command.kind == NS_MARKER || ran_in_place(r, head, wake)) return true;
+    make_ready(r, head, wake);
+    return false;
 }
 
-/* A completion may move other lanes on: a work list, not recursion. */
+/* A completion may move other lanes on: a work list, not recursion. A lane counts as listed until
+ * it has gone as far as it can, so that one that is forgotten here is not in the list again. */
 void ns_advance(ns_runtime *r, ns_wake *wake) {
     for (ns_lane *lane; (lane = r->moved) != NULL;) {
         r->moved = lane->next;
+        while (completes_here(r, lane, wake)) complete(r, lane->head, wake);
         lane->listed = false;
-        advance_lane(r, lane, wake);
+        if (lane->closing && lane->head == NULL) forget(r, lane, wake);
     }
 }
 

@@ -92,10 +92,11 @@ static void run_sleep(ns_runtime *r, int64_t nanoseconds) {
     pthread_mutex_unlock(&r->mutex);
 }
 
-static void run(ns_runtime *r, ns_entry *entry) {
+/* Without the lock: the end of the runtime may take the lane away from what still runs. */
+static void run(ns_runtime *r, ns_entry *entry, int64_t lane) {
     entry->began = ns_now();
     if (entry->command.kind == NS_SLEEP) run_sleep(r, entry->command.nanoseconds);
-    else r->calls.run(entry->command.call, entry->lane->id, entry->value);
+    else r->calls.run(entry->command.call, lane, entry->value);
     entry->ended = ns_now();
 }
 
@@ -118,8 +119,9 @@ static void *work(void *argument) {
             device->called--;
             continue;
         }
+        int64_t lane = entry->lane->id;
         ns_unlock(r, &wake);
-        run(r, entry);
+        run(r, entry, lane);
         pthread_mutex_lock(&r->mutex);
         ns_finish(r, entry, &wake);
     }

@@ -19,7 +19,7 @@
 #include <stdint.h>
 #include <time.h>
 
-#define NS_MOST_THREADS 6 /* of a device: as many as its units have queues */
+#define NS_MOST_THREADS 64 /* of a device: as many as its units have queues */
 #define NS_EXPORT __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 enum { NS_OUTSTANDING = 1024, NS_ROOM_AGAIN = NS_OUTSTANDING - 64, NS_INTERVALS = 1 << 16 };
-enum { NS_COMPUTE, NS_TENSOR_OP, NS_COLLECTIVES, NS_UNITS };
+enum { NS_COMPUTE, NS_TENSOR_OP, NS_COLLECTIVES, NS_PEERS, NS_UNITS };
 enum { NS_MARKER, NS_PLEDGE, NS_SLEEP, NS_CALL };
 enum { NS_FULL = -1, NS_CLOSED = -2, NS_UNKNOWN_LANE = -3 };
 

@@ -57,7 +57,7 @@ class Ref {
 
 class WithGil {
  public:
-  WithGil() : state_(PyGILState_Ensure()) {}
+  WithGil();
   ~WithGil() { PyGILState_Release(state_); }
   WithGil(const WithGil&) = delete;
 
@@ -398,6 +398,27 @@ void destroy(PyObject* self) {
   Py_DECREF(type);
 }
 
+// What tells two objects over pointers apart: where they point to.
+template <class T>
+const void* identity(const T& value) {
+  if constexpr (requires { value.get(); }) return value.get();
+  else return nullptr;
+}
+
+template <class T>
+PyObject* compare(PyObject* a, PyObject* b, int operation) {
+  if ((operation != Py_EQ && operation != Py_NE) || !PyObject_TypeCheck(b, type_of<T>))
+    Py_RETURN_NOTIMPLEMENTED;
+  const void* one = identity(reinterpret_cast<Object<T>*>(a)->value);
+  const bool same = a == b || (one && one == identity(reinterpret_cast<Object<T>*>(b)->value));
+  return PyBool_FromLong(same == (operation == Py_EQ));
+}
+template <class T>
+Py_hash_t hash(PyObject* self) {
+  const void* found = identity(reinterpret_cast<Object<T>*>(self)->value);
+  return static_cast<Py_hash_t>(reinterpret_cast<intptr_t>(found ? found : self) >> 4);
+}
+
 // Makes the type of the objects over T. The tables live for ever.
 template <class T>
 void add_type(
@@ -409,6 +430,8 @@ void add_type(
   members->push_back({});
   PyType_Slot slots[] = {
       {Py_tp_dealloc, reinterpret_cast<void*>(&destroy<T>)},
+      {Py_tp_richcompare, reinterpret_cast<void*>(&compare<T>)},
+      {Py_tp_hash, reinterpret_cast<void*>(&hash<T>)},
       {Py_tp_methods, table->data()},
       {Py_tp_getset, members->data()},
       {0, nullptr}};
@@ -423,10 +446,10 @@ void add_type(
 }
 
 // Calls a function of Python.
+Ref call_with(PyObject* function, const Ref& arguments, PyObject* keywords = nullptr);
 template <class... A>
 Ref call(PyObject* function, const A&... arguments) {
-  const Ref packed(tuple(arguments...));
-  return Ref(PyObject_CallObject(function, packed.get()));
+  return call_with(function, Ref(tuple(arguments...)));
 }
 template <class... A>
 Ref call_method(PyObject* object, const char* name, const A&... arguments) {

@@ -114,7 +114,8 @@ void to_device(const at::Tensor& source, const at::Tensor& target, bool non_bloc
     finish(stream, ticket);
     return;
   }
-  if (!end.window.buffer->named.load(std::memory_order_relaxed)) {
+  const Buffer& buffer = *end.window.buffer;
+  if (buffer.reachable() && !buffer.named.load(std::memory_order_relaxed)) {
     c10::InferenceMode guard;
     end.window.on_host().copy_(source.detach());
     return;
@@ -134,6 +135,13 @@ void to_host(const at::Tensor& source, const at::Tensor& target, bool non_blocki
   Copy::End end = Copy::End::on_device(source);
   const bool queued = is_pinned(target);
   if (!non_blocking) check_sync();
+  if (!queued && !end.window.buffer->reachable()) {
+    Copy::End there;
+    there.host = target.detach();
+    const StreamPtr stream = current_stream(source.device().index());
+    finish(stream, stream->submit(c10::make_intrusive<Copy>(std::move(end), there, name)));
+    return;
+  }
   if (!queued) {
     wait_for(end.window);
     at::NoGradGuard below_autograd;
@@ -180,8 +188,9 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& targ
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
-  check_sync();
   const Window window(self);
+  if (!window.buffer->reachable()) return self.cpu().item();
+  check_sync();
   wait_for(window);
   return window.on_host().item();
 }

@@ -6,6 +6,7 @@
 //   native.cpp  the port over the native worker (../../_runtime/worker)
 //   foreign.cpp the port over a runtime written in Python
 //   stream.h/.cpp   a stream's lane, what a thread has as current, events
+//   engine.cpp  autograd's threads
 //   guard.cpp   torch's device guard and hooks over those
 //   random.cpp  the device's generator
 //   view.h/.cpp windows on buffers, and the operators that only make another window
@@ -14,6 +15,7 @@
 //   copy.cpp    copies between the host and devices
 //   autocast.cpp    the cast lists
 //   execute.cpp executables
+//   collective.h/.cpp  commands in which other processes take part
 //   python.cpp  what Python sees of all this
 #pragma once
 
@@ -42,8 +44,8 @@ struct Ticket {
   int64_t value = 0;
 };
 
-enum class Kind : int { Marker, Pledge, Sleep, Copy, Execute, Operator };
-enum class Unit : int { Compute, TensorOp, Collectives };
+enum class Kind : int { Marker, Pledge, Sleep, Copy, Execute, Operator, Collective };
+enum class Unit : int { Compute, TensorOp, Collectives, Peers };
 
 // The first cause of a command that did not run to its end; shared by all that it poisoned.
 struct Failure : c10::intrusive_ptr_target {
@@ -99,6 +101,7 @@ class Buffer : public c10::intrusive_ptr_target {
   ~Buffer() override;
 
   void* data() const { return data_; }
+  bool reachable() const { return data_ != nullptr || nbytes_ == 0; } // by the host, directly
   size_t nbytes() const { return nbytes_; }
   c10::DeviceIndex device() const { return device_; }
   const PortPtr& port() const { return port_; }
@@ -184,7 +187,8 @@ struct Port : c10::intrusive_ptr_target {
   virtual std::vector<int64_t> lanes(int device) = 0;
   virtual std::vector<FailurePtr> failures(Ticket, int64_t since) = 0;
   virtual void add_failure(Ticket, FailurePtr) = 0;
-  // Memory of a device. `peer` of the buffer may keep what the runtime needs to free it.
+  // Memory of a device; null where the host cannot reach it: commands can. `peer` of the buffer may
+  // keep what the runtime needs to free it.
   virtual void* allocate(Buffer&, size_t nbytes);
   virtual void release(Buffer&, void* data);
 
@@ -251,8 +255,10 @@ class Held {
 };
 // Says in the log, once for each name, that an operator runs on the host.
 void say_on_host(const char* name);
-// Lets go of a reference on a thread that may not take the GIL; a later call of Python's does it.
+// Lets go of a reference on a thread that may not take the GIL; Python's main thread does it later.
 void forget(PyObject*);
+// Does not return on a daemon thread once the process ends; see python.cpp.
+void stop_if_ending();
 // Lets Python's signal handlers run, on its main thread, and throws what they raise.
 void check_signals();
 

@@ -1,5 +1,6 @@
 // Executables: one command for a whole compiled model.
 #include "execute.h"
+#include "copy.h"
 
 #include <cstring>
 
@@ -97,7 +98,16 @@ std::optional<Execute::Input> input_of(
   if (mutated || !tensor.is_cpu()) return {};
   BufferPtr buffer =
       allocate(stream->port, static_cast<c10::DeviceIndex>(stream->device), form.nbytes);
-  if (form.nbytes && tensor.is_contiguous())
+  if (!buffer->reachable()) {
+    Copy::End from, to;
+    from.host = tensor.detach().clone(at::MemoryFormat::Contiguous);
+    to.window.buffer = buffer;
+    to.window.dtype = form.dtype;
+    to.window.geometry.set_sizes(form.size);
+    to.window.geometry.set_strides(form.stride);
+    static const char* name = intern("copy from host");
+    stream->submit(c10::make_intrusive<Copy>(std::move(from), std::move(to), name));
+  } else if (form.nbytes && tensor.is_contiguous())
     std::memcpy(buffer->data(), tensor.const_data_ptr(), form.nbytes);
   else if (form.nbytes) {
     c10::InferenceMode guard;

@@ -17,6 +17,10 @@ struct Form {
 
 // An executable loaded on a device.
 struct Loaded {
+  Loaded() = default;
+  ~Loaded() { forget(handle); }
+  Loaded(const Loaded&) = delete;
+
   const char* name;
   std::vector<Form> inputs, outputs;
   std::vector<size_t> mutated; // the positions of the inputs that it updates in place

@@ -10,6 +10,7 @@ using bind::WithGil;
 
 ForeignPort::ForeignPort(PyObject* runtime)
     : Port(From<int>::load(bind::call_method(runtime, "device_count").get())),
+      has_memory_(PyObject_HasAttrString(runtime, "allocate")),
       runtime_(Py_NewRef(runtime)) {}
 
 ForeignPort::~ForeignPort() { forget(runtime_); }
@@ -20,7 +21,7 @@ int64_t ForeignPort::open_lane(int device, int64_t priority, bool host) {
   const Ref arguments(bind::tuple(device, priority));
   const Ref function(PyObject_GetAttrString(runtime_, "open_lane"));
   return From<int64_t>::load(
-      Ref(PyObject_Call(function.get(), arguments.get(), keywords.get())).get());
+      bind::call_with(function.get(), arguments, keywords.get()).get());
 }
 
 void ForeignPort::close_lane(int64_t lane) {
@@ -74,5 +75,22 @@ std::vector<FailurePtr> ForeignPort::failures(Ticket ticket, int64_t since) {
 }
 
 void ForeignPort::add_failure(Ticket, FailurePtr) {} // the runtime notes those that it finishes
+
+// What the runtime gives is kept as the buffer's peer, and given back by being let go of. Its
+// `address` is where the host reaches that memory, 0 where it cannot.
+void* ForeignPort::allocate(Buffer& buffer, size_t nbytes) {
+  if (!has_memory_) return Port::allocate(buffer, nbytes);
+  WithGil gil;
+  Ref peer = bind::call_method(runtime_, "allocate", int(buffer.device()), nbytes);
+  const Ref address(PyObject_GetAttrString(peer.get(), "address"));
+  void* data = PyLong_AsVoidPtr(address.get());
+  buffer.peer = peer.release();
+  return data;
+}
+
+void ForeignPort::release(Buffer& buffer, void* data) {
+  if (has_memory_) forget(buffer.peer);
+  else Port::release(buffer, data);
+}
 
 } // namespace neuron

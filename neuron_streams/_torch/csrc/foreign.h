@@ -21,8 +21,11 @@ class ForeignPort final : public Port {
   std::vector<int64_t> lanes(int device) override;
   std::vector<FailurePtr> failures(Ticket, int64_t since) override;
   void add_failure(Ticket, FailurePtr) override;
+  void* allocate(Buffer&, size_t nbytes) override;
+  void release(Buffer&, void* data) override;
 
  private:
+  const bool has_memory_; // of its own; any other's is memory of the host
   PyObject* runtime_;
 };
 

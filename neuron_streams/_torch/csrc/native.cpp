@@ -87,6 +87,7 @@ int64_t NativePort::open_lane(int device, int64_t priority, bool host) {
 }
 
 void NativePort::throw_closed() const {
+  stop_if_ending();
   TORCH_CHECK(
       false, "the emulated runtime of neuron_streams is closed, so it takes no more commands; "
       "streams of a closed runtime cannot be used again");
@@ -170,8 +171,11 @@ std::optional<double> NativePort::completed_at(Ticket ticket) {
 
 void NativePort::wait_for_room(int64_t id) {
   refuse_wait_on_worker();
-  WithoutGil free;
-  ns_wait_for_room(runtime_, id, kSlice);
+  {
+    WithoutGil free;
+    ns_wait_for_room(runtime_, id, kSlice);
+  }
+  check_signals();
 }
 
 void NativePort::complete(Ticket ticket, std::exception_ptr error) {

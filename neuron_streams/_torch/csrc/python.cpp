@@ -1,5 +1,6 @@
 // What Python sees of the extension.
 #include "python.h"
+#include "collective.h"
 #include "copy.h"
 #include "execute.h"
 #include "foreign.h"
@@ -9,6 +10,10 @@
 
 #include <cmath>
 #include <sstream>
+#include <unordered_set>
+
+#include <cxxabi.h>
+#include <unistd.h>
 
 namespace neuron {
 
@@ -77,8 +82,16 @@ bool python_is_there() { return Py_IsInitialized() && !_Py_IsFinalizing(); }
 
 void forget(PyObject* object) {
   if (object == nullptr || in_child) return;
-  std::lock_guard lock(forgotten().mutex);
+  std::unique_lock lock(forgotten().mutex);
+  const bool first = forgotten().objects.empty();
   forgotten().objects.push_back(object);
+  lock.unlock();
+  if (!first || !python_is_there()) return;
+  auto later = [](void*) {
+    tidy();
+    return 0;
+  };
+  Py_AddPendingCall(later, nullptr);
 }
 
 void check_fork() { TORCH_CHECK(!in_child, callbacks().forked); }
@@ -225,11 +238,69 @@ std::vector<at::Tensor> run_in_python(PyObject* handle, const std::vector<at::Te
 
 // -- the GIL ------------------------------------------------------------------------------------
 
+// Python ends a thread that asks for the GIL after the end of the interpreter by pthread_exit, which
+// unwinds the stack: frames of C++ would let go of objects without the GIL, or abort. Such a thread
+// sleeps instead until the process is gone, as it does from Python 3.14 on. A daemon thread does so
+// already when the exit begins: the runtime is closed then, and what a wait raises is for no one.
+namespace {
+
+struct Ending {
+  std::atomic<bool> began{false};
+  std::unordered_set<unsigned long> daemons; // written before `began`
+};
+Ending& ending() {
+  static auto* made = new Ending;
+  return *made;
+}
+
+[[noreturn]] void sleep_for_ever() {
+  for (;;) pause();
+}
+
+template <class F>
+auto without_unwinding(const F& f) {
+#ifdef __GLIBCXX__
+  try {
+    return f();
+  } catch (abi::__forced_unwind&) {
+    sleep_for_ever();
+  }
+#else
+  return f();
+#endif
+}
+
+void begin_exit(const std::vector<int64_t>& daemons) {
+  if (ending().began) return;
+  for (const int64_t ident : daemons) ending().daemons.insert(static_cast<unsigned long>(ident));
+  ending().began = true;
+}
+
+} // namespace
+
+void stop_if_ending() {
+  if (!ending().began || !ending().daemons.count(PyThread_get_thread_ident())) return;
+  if (PyGILState_Check()) PyEval_SaveThread();
+  sleep_for_ever();
+}
+
 WithoutGil::WithoutGil() {
   if (PyGILState_Check()) state_ = PyEval_SaveThread();
 }
 WithoutGil::~WithoutGil() {
-  if (state_) PyEval_RestoreThread(static_cast<PyThreadState*>(state_));
+  if (!state_) return;
+  stop_if_ending();
+  without_unwinding([&] { PyEval_RestoreThread(static_cast<PyThreadState*>(state_)); });
+}
+
+bind::WithGil::WithGil() {
+  stop_if_ending();
+  state_ = without_unwinding([] { return PyGILState_Ensure(); });
+}
+
+Ref bind::call_with(PyObject* function, const Ref& arguments, PyObject* keywords) {
+  return Ref(without_unwinding(
+      [&] { return PyObject_Call(function, arguments.get(), keywords); }));
 }
 
 Held::Held(std::recursive_mutex& mutex) : mutex_(mutex) {
@@ -299,6 +370,7 @@ void add_values(PyObject* m) {
       {property<[](BufferPtr& b) { return int(b->device()); }>("device"),
        property<[](BufferPtr& b) { return b->nbytes(); }>("nbytes"),
        property<[](BufferPtr& b) { return PyLong_FromVoidPtr(b->data()); }>("address"),
+       property<[](BufferPtr& b) { return Py_NewRef(b->peer ? b->peer : Py_None); }>("peer"),
        property<[](BufferPtr& b) { return noted_ticket(b->writer()); }>("writer"),
        property<[](BufferPtr& b) { return b->named.load(); }>("named"),
        property<[](BufferPtr& b) { return b->failure(); }>("failure")});
@@ -311,7 +383,8 @@ void add_values(PyObject* m) {
        property<[](Window& w) { return numbers(w.geometry.strides_arrayref()); }>("stride"),
        property<[](Window& w) { return w.offset; }>("offset"),
        property<[](Window& w) { return w.nbytes(); }>("nbytes"),
-       property<[](Window& w) { return w.whole(); }>("whole")});
+       property<[](Window& w) { return w.whole(); }>("whole"),
+       property<[](Window& w) { return w.conj || w.neg; }>("lazy")});
 }
 
 // A view of a device tensor, or of a buffer: dtype, size, stride, offset in elements.
@@ -471,7 +544,6 @@ PyObject* submit(
   while ((value = port->submit(lane, command, tickets)) == kFull) {
     if (!wait.value_or(true)) return Py_NewRef(Py_None);
     port->wait_for_room(lane);
-    check_signals();
   }
   return to_python(Ticket{lane, value});
 }
@@ -647,7 +719,9 @@ PyMethodDef functions[] = {
     function<set_callbacks>("bind"),
     function<[](std::optional<PortPtr> port) { set_port(port.value_or(PortPtr())); }>("set_port"),
     function<[] { in_child = true; }>("after_fork_in_child"),
+    function<begin_exit>("begin_exit"),
     function<tidy>("tidy"),
+    function<start_autograd_threads>("start_autograd_threads"),
     function<[](PyObject* error, Ticket ticket, std::string what) {
       return c10::make_intrusive<Failure>(raised(error), ticket, std::move(what));
     }>("Failure"),
@@ -722,6 +796,8 @@ PyMethodDef functions[] = {
         PyList_Append(list.get(), Ref(tuple(name, count)).get());
       return list.release();
     }>("host_operators"),
+    function<[] { return PyLong_FromVoidPtr(const_cast<CollectiveDoor*>(&collective_door)); }>(
+        "collective_door"),
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {

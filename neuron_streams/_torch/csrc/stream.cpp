@@ -339,6 +339,7 @@ void EventState::synchronize() {
   const StreamPtr on = stream;
   const Ticket newest = ticket;
   lock.unlock();
+  check_fork();
   if (!on) return;
   on->port->wait(newest, -1);
   lock.lock();

@@ -125,6 +125,7 @@ void resize_tensor(const at::Tensor& tensor, c10::IntArrayRef size, c10::IntArra
 }
 
 void wait_for(const Window& window) {
+  check_fork();
   const Buffer& buffer = *window.buffer;
   const Ticket writer = buffer.writer();
   if (writer.lane != 0) buffer.port()->wait(writer, -1);

@@ -1,0 +1,238 @@
+"""The test double of libnrt, built by the system's compiler, and a runtime on it.
+
+`DoubleRuntime` also runs handles of Python, which the contract tests are written with: each becomes
+a model of the double that calls back. What the double holds against its user fails `close`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import itertools
+import weakref
+from pathlib import Path
+
+import pytest
+
+from neuron_streams._runtime import cache, toolchain
+from neuron_streams._runtime.nrt.lib import Library
+from neuron_streams._runtime.nrt.model import Model, Neff
+from neuron_streams._runtime.nrt.queue import Request
+from neuron_streams._runtime.nrt.requests import Requests, block_of
+from neuron_streams._runtime.nrt.runtime import NrtRuntime
+from neuron_streams._runtime.port import Kind, Payload
+
+ABIS = ("2.28", "2.29", "2.30")
+FOLDER = Path(__file__).parent
+EXECUTION_FAILED = 1004
+HOST = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_int64,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.POINTER(ctypes.c_void_p),
+)
+
+
+class Record(ctypes.Structure):
+    """double_record_t."""
+
+    _fields_ = [
+        ("lnc", ctypes.c_int64),
+        ("xu", ctypes.c_int64),
+        ("queue", ctypes.c_int64),
+        ("number", ctypes.c_uint64),
+        ("scheduled", ctypes.c_double),
+        ("began", ctypes.c_double),
+        ("ended", ctypes.c_double),
+    ]
+
+
+def build(abi, *flags):
+    """The path of the double of an ABI, compiled at its first use."""
+    compiler = toolchain.c_compiler()
+    if compiler is None:
+        pytest.skip("the double of libnrt needs a C compiler, and there is none")
+    sources = [FOLDER / "double.c", FOLDER / "double.h"]
+    flags = ("-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread", *flags)
+    flags += (f"-DNRT_ABI={abi.replace('.', '')}", "-fPIC", "-shared")
+    text = b"".join(path.read_bytes() for path in sources) + " ".join(flags).encode()
+    key = hashlib.sha256(text + toolchain.machine().encode()).hexdigest()
+    command = [*compiler, *flags, str(sources[0]), "-o"]
+    path = cache.keep(
+        "nrt-double", key, "libnrt.so", lambda to: toolchain.run([*command, str(to)], to)
+    )
+    return str(path)
+
+
+class Double:
+    """The knobs of a double, and what it has seen."""
+
+    def __init__(self, abi="2.30"):
+        self.abi = abi
+        self.path = build(abi)
+        self._library = library = ctypes.CDLL(self.path)
+        library.double_count.restype = ctypes.c_int64
+        library.double_violations.restype = library.double_history.restype = ctypes.c_size_t
+        library.double_set_memory.argtypes = (ctypes.c_size_t,)
+        library.double_set_latency.argtypes = library.double_set_version.argtypes = (
+            ctypes.c_uint64,
+            ctypes.c_uint64,
+        )
+        self.address_of = library.nrt_tensor_get_va
+        self.address_of.restype, self.address_of.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+        library.double_layout.restype = ctypes.c_bool
+        library.double_layout.argtypes = (
+            ctypes.c_size_t,
+            ctypes.POINTER(ctypes.c_char_p),
+            ctypes.POINTER(ctypes.c_size_t),
+        )
+        if abi == "2.28":
+            self.read, self.write, self.copy, self.compute = range(4)
+        else:
+            self.read = self.write = self.copy = 0
+            self.compute = 1
+        self.reset()
+
+    def __getattr__(self, name):
+        return getattr(self._library, f"double_{name}")
+
+    def reset(self):
+        self._library.double_reset()
+        self._library.double_set_host(_run_hosted)
+
+    def count(self, what):
+        return self._library.double_count(what.encode())
+
+    def violations(self):
+        text = ctypes.create_string_buffer(1 << 14)
+        self._library.double_violations(text, ctypes.c_size_t(len(text)))
+        return text.value.decode().splitlines()
+
+    def history(self, room=1 << 14):
+        records = (Record * room)()
+        return list(records[: self._library.double_history(records, ctypes.c_size_t(room))])
+
+    def layout(self):
+        name, value = ctypes.c_char_p(), ctypes.c_size_t()
+        found = {}
+        while self._library.double_layout(len(found), ctypes.byref(name), ctypes.byref(value)):
+            found[name.value.decode()] = value.value
+        return found
+
+    @contextlib.contextmanager
+    def held(self, unit, device=0, queue=0):
+        """Nothing starts on a queue inside."""
+        self.hold(device, unit, queue)
+        try:
+            yield
+        finally:
+            self.release(device, unit, queue, -1)
+
+
+def neff(kernel, inputs, outputs, time=0):
+    """The bytes of a model for the double: float32 tensors by name and number of elements."""
+    lines = ["double-neff", f"kernel {kernel}", f"time {int(time * 1e9)}"]
+    lines += [f"input {name} 10 4 {n}" for name, n in inputs.items()]
+    lines += [f"output {name} 10 4 {n}" for name, n in outputs.items()]
+    return "\n".join(lines).encode() + b"\n"
+
+
+def payload(kernel, inputs, outputs, time=0, /, **kwargs):
+    content = Neff(neff(kernel, inputs, outputs, time), **kwargs)
+    return Payload("neff", kernel, content)
+
+
+class HostedModel(Model):
+    """A model of the double that runs a command of Python's."""
+
+    failure = None
+
+
+class HostedRequests(Requests):
+    """Requests of a runtime whose executables may be handles of Python.
+
+    The model of such a handle has the tensors of the command where all are on its core, so that the
+    double sees who reads and writes what.
+    """
+
+    def _execute(self, command, queue):
+        if isinstance(command.handle, Model):
+            return super()._execute(command, queue)
+        number, buffers = next(_numbers), [*(b for b, _ in command.inputs), *command.outputs]
+        lines = ["double-neff", f"kernel host {number}"]
+        given, made = [], []
+        if all(buffer.device == queue.device for buffer in buffers):
+            given, made = command.inputs, command.outputs
+        given = [(b, start, b.nbytes - start) for b, start in given if b.nbytes - start]
+        made = [(b, 0, b.nbytes) for b in made if b.nbytes]
+        made += [item for item in given if item[0] in command.mutated]
+        lines += [f"input i{n} 10 1 {size}" for n, (_, _, size) in enumerate(given)]
+        lines += [f"output o{n} 10 1 {size}" for n, (_, _, size) in enumerate(made)]
+        payload = Payload("neff", command.name, Neff(("\n".join(lines) + "\n").encode()))
+        model = HostedModel.load(self._library, payload, queue.device)
+        self.runtime._models.append(model)
+        _hosted[number] = command, model, self.runtime._inside, self.ticket
+        memory, sets = self._memories[queue.device], self._sets.take(model.handle)
+        tensors = [
+            [memory.slice(block_of(b, b.device), start, size) for b, start, size in items]
+            for items in (given, made)
+        ]
+        sets.fill(
+            [(b"i%d" % n, tensor) for n, tensor in enumerate(tensors[0])],
+            [(b"o%d" % n, tensor) for n, tensor in enumerate(tensors[1])],
+        )
+        arguments = model.handle, sets.inputs, sets.outputs
+        schedule = self._library.nrta_execute_schedule
+        return Request(queue, schedule, arguments, (command, model), sets)
+
+
+_hosted = {}
+_numbers = itertools.count(1)
+
+
+@HOST
+def _run_hosted(number, inputs, outputs):
+    command, model, inside, ticket = _hosted.pop(number)
+    inside.here = True
+    model.failure = command.attempt(ticket)
+    return EXECUTION_FAILED if model.failure is not None else 0
+
+
+class DoubleRuntime(NrtRuntime):
+    """The nrt runtime on a double of its own. `double` are the knobs.
+
+    Args:
+        reachable: whether the host reaches the memory of the device, which on hardware it does not.
+            Handles of Python need it.
+    """
+
+    def __init__(self, devices=2, abi="2.30", reachable=True, **kwargs):
+        self.double = Double(abi)
+        self.double.set_cores(devices)
+        self.forgiven = False
+        self.reachable = reachable
+        super().__init__(Library(self.double.path), **kwargs)
+        found = self._requests
+        self._requests = HostedRequests(self._library, found._memories, found._sets, found._queue)
+        self._requests.runtime = weakref.proxy(self)
+
+    def _lease(self, memory, nbytes):
+        lease = super()._lease(memory, nbytes)
+        if self.reachable:
+            lease.address = self.double.address_of(lease.block.tensor)
+        return lease
+
+    def _begin(self, step, queue):
+        self._requests.ticket = step.ticket
+        return super()._begin(step, queue)
+
+    def _failed(self, step, status):
+        model = step.request.kept[1] if step.kind is Kind.EXECUTE else None
+        return getattr(model, "failure", None) or super()._failed(step, status)
+
+    def close(self, timeout=None):
+        closed = self._closed
+        super().close(timeout)
+        if not closed and not self.forgiven:
+            assert self.double.violations() == []
