@@ -117,6 +117,7 @@ PRELUDE = f"""
 import torch
 import neuron_streams as M
 D = {DEVICE!r}
+torch.ones(1, dtype=torch.int64, device="meta") // 1  # imports sympy, once for all children
 """
 GUARD = """
 try:
