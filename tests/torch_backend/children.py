@@ -15,24 +15,42 @@ import gc, json, os, sys, tempfile, time
 gc.collect()
 gc.freeze()  # a child that ends need not look at all of torch again
 scripts, seconds = json.load(sys.stdin)
-results = []
-for script in scripts:
-    files = [tempfile.mkstemp()[0] for _ in range(2)]
+results, running = [None] * len(scripts), {}
+
+def collect(child, status):
+    number, files, _ = running.pop(child)
+    texts = [os.pread(file, 1 << 16, 0).decode(errors="replace") for file in files]
+    for file in files:
+        os.close(file)
+    results[number] = [os.waitstatus_to_exitcode(status), *texts]
+
+def wait(most):
+    while len(running) > most:
+        for child in list(running):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                collect(child, status)
+            elif time.monotonic() > running[child][2]:
+                os.kill(child, 9)
+                collect(child, os.waitpid(child, 0)[1])
+        time.sleep(0.005)
+
+for number, script in enumerate(scripts):
+    wait(3)
+    files = []
+    for _ in range(2):
+        file, name = tempfile.mkstemp()
+        os.unlink(name)
+        files.append(file)
     child = os.fork()
     if child == 0:
         os.dup2(files[0], 1)
         os.dup2(files[1], 2)
         exec(compile(script, "script", "exec"), dict(globals()))
         break
-    until = time.monotonic() + seconds
-    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < until:
-        time.sleep(0.01)
-    if ended == (0, 0):
-        os.kill(child, 9)
-        ended = os.waitpid(child, 0)
-    texts = [os.pread(file, 1 << 16, 0).decode(errors="replace") for file in files]
-    results.append([os.waitstatus_to_exitcode(ended[1]), *texts])
+    running[child] = number, files, time.monotonic() + seconds
 else:
+    wait(0)
     json.dump(results, sys.stdout)
 """
 
@@ -59,7 +77,7 @@ def run(scripts, prelude="import torch\nimport neuron_streams\n", seconds=30.0, 
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        timeout=seconds * 4 + len(scripts),
+        timeout=seconds * (len(scripts) + 3),
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -52,6 +52,7 @@ loss = layer(torch.ones(8, 64, device=D)).square()
 """
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ENDS)
 def test_a_process_ends(name):
     times = 50 if not ENDS[name] else 8
