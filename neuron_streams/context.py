@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import backend_registration
 
-from neuron_streams import _dynamo
+from neuron_streams import _dynamo, _exit
 from neuron_streams._runtime import extension, process
 from neuron_streams._runtime.port import (
     CancelledError,
@@ -129,8 +129,8 @@ def _load() -> Any:
             _check_name()
             made = extension.load()
             cancelled = CancelledError
-            made.bind(context, Ticket, raise_first, _say_on_host, cancelled, process.FORKED)
-            os.register_at_fork(after_in_child=_after_fork)
+            forked = process.FORKED
+            made.bind(context, Ticket, raise_first, _say_on_host, cancelled, _exit, forked)
             _dynamo.prepare()
             _core = made
     return _core
@@ -144,8 +144,7 @@ def context() -> Context:
 
 def begin(wanted: Runtime | str | None) -> Context:
     """Start the runtime of this process, or check that it is the one wanted."""
-    if process.in_bad_fork():
-        raise RuntimeError(process.FORKED)
+    process.check_fork()
     native = core()
     runtime = process.start(wanted)
     with _lock:
@@ -210,6 +209,9 @@ def _after_fork() -> None:
     _held.context = None
     if _core is not None:
         _core.after_fork_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 # -- the device name ----------------------------------------------------------------------------

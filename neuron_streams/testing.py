@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from typing_extensions import Self
 
+from neuron_streams._runtime import process
 from neuron_streams._runtime.emulated import EmulatedRuntime
 from neuron_streams._runtime.manual import DeadlockError, ManualRuntime
 from neuron_streams._runtime.port import Runtime
@@ -48,10 +49,12 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
+        process.check_fork()
         return self._runtime.completed(self._lane) >= self._ticket.value
 
     def open(self, error: BaseException | None = None) -> None:
         """Let the stream go on; opening twice does nothing. Host: returns at once."""
+        process.check_fork()
         self._runtime.complete(self._ticket, error)
 
     def __enter__(self) -> Self:

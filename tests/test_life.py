@@ -86,18 +86,6 @@ def submit():
 threading.Thread(target=submit, daemon=True).start()
 """
     + NOW,
-    "a thread that waits for running work": """
-neuron_streams._sleep(30_000_000_000)
-done = neuron_streams.current_stream().record_event()
-def wait():
-    try:
-        done.synchronize()
-    except RuntimeError as error:
-        assert "when the runtime was closed" in str(error)
-thread = threading.Thread(target=wait)
-thread.start()
-"""
-    + NOW,
     "a signal handler": HELD
     + """
 def leave(*_):

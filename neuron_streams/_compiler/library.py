@@ -127,8 +127,8 @@ def _build(missing: dict[str, Segment]) -> dict[str, Path]:
                 log.info("compiling part %d of %d", number, len(missing))
                 source = _generate(segment)
                 for name in () if headers else _HEADERS:
-                    headers[name] = pool.submit(_header, name, source.compile)
-                jobs[key] = pool.submit(_assemble, key, source, headers)
+                    headers[name] = toolchain.submitted(pool, _header, name, source.compile)
+                jobs[key] = toolchain.submitted(pool, _assemble, key, source, headers)
             found.update((key, job.result()) for key, job in jobs.items())
         except (KeyboardInterrupt, SystemExit):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from neuron_streams._runtime import extension
 from neuron_streams._runtime.port import Handle, Payload
 
-__all__ = ["EmulatedRuntime"]
+__all__ = ["EXIT_SECONDS", "EmulatedRuntime", "close_living"]
 
 EXIT_SECONDS = 0.75  # for work in flight at interpreter exit; the process is gone within two
 
@@ -48,11 +46,9 @@ class EmulatedRuntime:
 
     def __init__(self, devices: int = 2) -> None:
         self.port = port = extension.load().NativePort(devices)
-        self._pid = os.getpid()
         for function in EmulatedRuntime.__annotations__:
             setattr(self, function, getattr(port, function))
         _living.add(self)
-        _close_at_exit()
 
     def load(self, payload: Payload, device: int) -> Handle:
         from neuron_streams._runtime.program import load_on_cpu
@@ -61,8 +57,6 @@ class EmulatedRuntime:
 
     def close(self, timeout: float | None = None) -> None:
         """Run what can run until `timeout` seconds (None: to the end), then cancel the rest."""
-        if os.getpid() != self._pid:
-            return  # a fork has the lanes but not the threads
         self.port.close(timeout)
         if self.port.in_flight:
             _leave_alone(self)
@@ -71,23 +65,14 @@ class EmulatedRuntime:
 
 
 _living: set[EmulatedRuntime] = set()
-_registered = False
 
 
-def _close_living() -> None:
-    extension.begin_exit()
+def close_living() -> None:
+    """Close what is not closed: threads must not outlive what the interpreter frees at its end."""
     for runtime in list(_living):
         runtime.close(EXIT_SECONDS)
     if _living:
         gc.freeze()  # to look for garbage in all of torch, beside a busy thread, takes seconds
-
-
-def _close_at_exit() -> None:
-    """Threads must not outlive what Python frees at its end; those it would wait for must end."""
-    global _registered
-    if not _registered:
-        _registered = True
-        threading._register_atexit(_close_living)  # type: ignore[attr-defined]
 
 
 def _leave_alone(runtime: EmulatedRuntime) -> None:

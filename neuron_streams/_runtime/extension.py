@@ -91,6 +91,14 @@ _loading = threading.Lock()
 _loaded: dict[str, Any] = {}
 
 
+def _after_fork() -> None:
+    global _loading
+    _loading = threading.Lock()  # another thread may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def load(library: Library = EXTENSION) -> Any:
     """A library as a module, compiled at first use. Host: waits for the compiler, some 15 seconds.
 
@@ -111,9 +119,11 @@ def load(library: Library = EXTENSION) -> Any:
 
 
 def begin_exit() -> None:
-    """Have daemon threads that come back from a wait sleep on: the process ends."""
+    """Have threads that come back from a wait sleep on: the process ends and overtakes them."""
     if EXTENSION.name in _loaded:
-        _loaded[EXTENSION.name].begin_exit([x.ident for x in threading.enumerate() if x.daemon])
+        main = threading.main_thread()
+        others = [thread.ident for thread in threading.enumerate() if thread is not main]
+        _loaded[EXTENSION.name].begin_exit(others)
 
 
 def build(library: Library = EXTENSION) -> Path:
@@ -205,7 +215,9 @@ def _compile(library: Library, compiler: tuple[str, ...], folder: Path, target: 
 
 def _run_all(jobs: Sequence[tuple[list[str], Path]]) -> None:
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        waiting = [pool.submit(toolchain.run, command, made) for command, made in jobs]
+        waiting = [
+            toolchain.submitted(pool, toolchain.run, command, made) for command, made in jobs
+        ]
         try:
             for done in concurrent.futures.as_completed(waiting):
                 done.result()

@@ -8,16 +8,22 @@ runtime, and none of them should know how it came to be.
 from __future__ import annotations
 
 import atexit
+
+# It registers with `threading` when imported, which is refused once the main thread has ended;
+# and torch imports it when it first compiles, which a thread may ask for after that.
+import concurrent.futures.process  # noqa: F401
 import logging
 import os
 import threading
 
 from neuron_streams._runtime import extension
-from neuron_streams._runtime.emulated import EXIT_SECONDS, EmulatedRuntime
+from neuron_streams._runtime.emulated import EXIT_SECONDS, EmulatedRuntime, close_living
 from neuron_streams._runtime.manual import ManualRuntime
 from neuron_streams._runtime.port import Runtime
 
 __all__ = [
+    "FORKED",
+    "check_fork",
     "chosen",
     "create",
     "in_bad_fork",
@@ -39,7 +45,6 @@ FORKED = (
 _lock = threading.Lock()
 _runtime: Runtime | None = None
 _forked = False
-_hooked = False
 
 
 def chosen() -> str:
@@ -91,6 +96,15 @@ def in_bad_fork() -> bool:
     return _forked
 
 
+def check_fork() -> None:
+    """
+    Raises:
+        RuntimeError: This is such a child, which has none of its parent's threads.
+    """
+    if _forked:
+        raise RuntimeError(FORKED)
+
+
 def runtime() -> Runtime:
     """The runtime of this process, started at first use."""
     found = _runtime
@@ -100,12 +114,10 @@ def runtime() -> Runtime:
 def start(wanted: Runtime | str | None = None) -> Runtime:
     """Start the runtime of this process, or check that it is the one wanted."""
     global _runtime
-    if _forked:
-        raise RuntimeError(FORKED)
+    check_fork()
     with _lock:
         if _runtime is None:
             made = create(wanted or chosen()) if isinstance(wanted, str | None) else wanted
-            _hook()
             _runtime = made
             log.info("runtime %s, %d devices: %s", made.name, made.device_count(), why())
         elif wanted not in (None, "auto", _runtime, _runtime.name):
@@ -121,30 +133,41 @@ def replace(new: Runtime | None) -> Runtime | None:
     """Put another runtime in the place of this process's, which is returned unclosed (tests)."""
     global _runtime
     with _lock:
-        if new is not None:
-            _hook()
         old, _runtime = _runtime, new
         return old
 
 
-def _hook() -> None:
-    """Have the runtime closed at exit and refused after a fork; once."""
-    global _hooked
-    if _hooked:
-        return
-    _hooked = True
-    # Before the interpreter joins threads: a thread that waits for an event would never be joined.
-    register = getattr(threading, "_register_atexit", atexit.register)
-    register(_close)
-    os.register_at_fork(after_in_child=_after_fork)
-
-
+# The order of teardown, all of it:
+#
+# 1. The main thread ends. Nothing else does: threads that are no daemons work on, and the device
+#    for them. A wait that nothing can end any more raises (`_exit.py`), so this comes to an end;
+#    Ctrl-C ends it at once.
+# 2. `atexit`, the newest first: what users registered since they imported us, then the decode
+#    engines, whose threads submit, and then `_close`, registered here, at import.
+# 3. `_close`: what runs may end within EXIT_SECONDS. Then, per runtime: no more submissions; what
+#    has not completed fails with CancelledError; all waits for it end; the threads of the worker
+#    are joined; lanes let go of their commands, and commands of buffers. A thread that comes back
+#    from a wait now was overtaken, and sleeps on without a word (`extension.begin_exit`).
+# 4. The interpreter frees modules and objects. The extension is never unloaded, since tensors free
+#    their memory through it until the very end.
+# 5. Destructors of C++ run, unless a command could not be stopped and still runs beside them: then
+#    the process leaves by `_exit`, with its exit code (`emulated._leave_alone`).
+#
+# A forked child has none of the threads, so nothing in it is closed.
 def _close() -> None:
+    if _forked:
+        return
     extension.begin_exit()
-    if _runtime is not None and not _forked:
+    if _runtime is not None:
         _runtime.close(EXIT_SECONDS)
+    close_living()
 
 
 def _after_fork() -> None:
-    global _forked
+    global _forked, _lock
     _forked = _forked or _runtime is not None
+    _lock = threading.Lock()  # another thread may have held it
+
+
+atexit.register(_close)
+os.register_at_fork(after_in_child=_after_fork)

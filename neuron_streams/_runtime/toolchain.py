@@ -19,8 +19,10 @@ import signal
 import subprocess
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from neuron_streams._runtime import cache
 
@@ -34,6 +36,7 @@ __all__ = [
     "machine",
     "run",
     "stop",
+    "submitted",
 ]
 
 log = logging.getLogger(__name__)
@@ -186,6 +189,24 @@ def _abandon(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     if process.stdout is not None:
         process.stdout.close()
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def submitted(
+    pool: ThreadPoolExecutor, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+) -> Future[R]:
+    """Run by the pool, or here where it takes nothing: the system gives it no thread, or the main
+    thread has ended, after which Python lets no pool take anything.
+    """
+    try:
+        return pool.submit(function, *args, **kwargs)
+    except RuntimeError:
+        done: Future[R] = Future()
+        done.set_result(function(*args, **kwargs))
+        return done
 
 
 @functools.cache

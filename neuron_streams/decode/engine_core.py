@@ -8,6 +8,7 @@ collected as garbage puts into it from wherever that happens, even from inside a
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import threading
 import time
@@ -19,6 +20,7 @@ from queue import SimpleQueue
 
 import torch
 
+from neuron_streams._exit import is_stuck
 from neuron_streams.decode.admission import AdmittedRequest
 from neuron_streams.decode.future import Exclusive, Future
 from neuron_streams.decode.life import OwnProcess
@@ -30,7 +32,7 @@ __all__ = ["EngineCore", "closed"]
 
 logger = logging.getLogger(__name__)
 Callback = Callable[[RequestOutput], object]
-_EXIT_SECONDS = 0.5
+_EXIT_SECONDS, _INTERRUPT_SECONDS = 0.5, 0.25
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +79,7 @@ class EngineCore:
         )
         try:
             self.driver.start()
-            _end_at_exit(self)
+            _driven.add(self)
         except BaseException:
             self.stop()  # an interrupted start may have started it
             raise
@@ -133,6 +135,7 @@ class EngineCore:
     def set_paused(self, request_id: str, paused: bool) -> bool:
         queue = self._by_id.get(request_id)
         if queue is not None:
+            queue.asked_to_pause = paused
             self._inbox.put(partial(self._set_paused, queue, paused))
         return queue is not None
 
@@ -178,6 +181,18 @@ class EngineCore:
         if self._turning and self.driver in (None, threading.current_thread()):
             raise RuntimeError(f"A callback must not {what} the engine that is calling it.")
 
+    def is_held(self, queue: OutputQueue) -> bool:
+        """Whether a request is paused, with nothing of it in flight."""
+        live = self._live.get(queue.request_id)
+        if live is None or live.queue is not queue or not (queue.asked_to_pause and live.paused):
+            return False
+        return not self.loop.scheduler.num_output_placeholders(queue.request_id)
+
+    def device_is_held(self) -> bool:
+        """Whether a thread of the engine or its loop waits for a device that is at rest."""
+        threads = self.driver, self.loop.output_handler.thread
+        return any(thread is not None and is_stuck(thread) for thread in threads)
+
     def end(self, error: Exception) -> tuple[str, ...]:
         """Let `error` reach every stream, every waiter and every later call.
 
@@ -220,7 +235,8 @@ class EngineCore:
                 while self.turn(wait=True):
                     pass
         except BaseException as error:
-            logger.error("the decode engine has ended: %r", error)
+            if self._over is None:  # or the interpreter ends, and has interrupted it
+                logger.error("the decode engine has ended: %r", error)
             self.fail(error)
 
     def turn(self, *, wait: bool) -> bool:
@@ -366,27 +382,41 @@ def _as_exception(error: BaseException) -> Exception:
     return ended
 
 
-_driven: weakref.WeakSet[EngineCore] | None = None
+_driven: weakref.WeakSet[EngineCore] = weakref.WeakSet()
 
 
-def _end_at_exit(core: EngineCore) -> None:
-    """A thread that works with tensors while the interpreter ends aborts the process."""
-    global _driven
-    if _driven is None:
-        _driven = weakref.WeakSet()
-        # Before the interpreter joins threads, which may be readers, and ahead of the runtime.
-        getattr(threading, "_register_atexit", atexit.register)(_end_all)
-    _driven.add(core)
-
-
+@atexit.register
 def _end_all() -> None:
+    """A thread that works with tensors while the interpreter ends aborts the process.
+
+    This comes behind all threads that are no daemons, which may be readers, and ahead of the end of
+    the runtime, which has registered before.
+    """
     deadline = time.monotonic() + _EXIT_SECONDS
-    cores = [core for core in _driven or () if core.process]  # not those of a fork's parent
+    cores = [core for core in _driven if core.process]  # not those of a fork's parent
     for core in cores:
         core.stop()
     for core in cores:
-        assert core.driver is not None
-        core.driver.join(max(0.0, deadline - time.monotonic()))
+        ended = _ended(core, deadline)
         core.end(RuntimeError("The interpreter is ending, and the decode engine with it."))
-        if not core.driver.is_alive():
-            core.loop.close(max(0.0, deadline - time.monotonic()))
+        if not ended:  # in the middle of a compilation, or a callback
+            _interrupt(core)
+    deadline = max(deadline, time.monotonic() + _INTERRUPT_SECONDS)
+    for core in cores:
+        if _ended(core, deadline):
+            core.loop.close(max(_INTERRUPT_SECONDS, deadline - time.monotonic()))
+
+
+def _ended(core: EngineCore, deadline: float) -> bool:
+    """Whether its thread has ended by then."""
+    assert core.driver is not None
+    core.driver.join(max(0.0, deadline - time.monotonic()))
+    return not core.driver.is_alive()
+
+
+def _interrupt(core: EngineCore) -> None:
+    """Raise SystemExit in its thread, as soon as that runs Python."""
+    assert core.driver is not None
+    thread = core.driver
+    ident, error = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)

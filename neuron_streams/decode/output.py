@@ -208,6 +208,11 @@ class OutputHandler:
         self.threaded = threaded
         self._thread: threading.Thread | None = None
 
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The thread, once it has started."""
+        return self._thread
+
     def start(self) -> None:
         """Start the thread, unless it runs. It may be done again where it was interrupted.
 

@@ -7,6 +7,7 @@ slow reader pauses its own request and nobody else's.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,11 +17,15 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from neuron_streams._exit import LastWait, main_thread_has_ended
 from neuron_streams.decode import coerce
 from neuron_streams.decode.life import OwnProcess
 from neuron_streams.decode.request import RequestOutput
 
 __all__ = ["OutputQueue", "RequestStream"]
+
+
+_LOOK_SECONDS = 0.5  # between two looks at whether the main thread has ended
 
 
 class Owner(Protocol):
@@ -31,6 +36,8 @@ class Owner(Protocol):
     def abort(self, queue: OutputQueue) -> bool: ...
     def abandon(self, queue: OutputQueue) -> None: ...
     def check_may_wait(self) -> None: ...
+    def is_held(self, queue: OutputQueue) -> bool: ...
+    def device_is_held(self) -> bool: ...
 
 
 class OutputQueue:
@@ -61,6 +68,7 @@ class OutputQueue:
         self.max_queued = max_queued
         self.has_callback = has_callback
         self.unread = False
+        self.asked_to_pause = False
         self.outputs: dict[int, RequestOutput] = {}
         self._num_put = 0
         self._num_claimed = 0
@@ -113,32 +121,52 @@ class OutputQueue:
         self._full = self._num_unclaimed + num_in_flight > most and not self.unread
         return self._full
 
-    def first(
-        self, deadline: float | None, check_may_wait: Callable[[], None]
-    ) -> tuple[int, RequestOutput]:
+    def first(self, deadline: float | None, owner: Owner) -> tuple[int, RequestOutput]:
         """The oldest output and its number. Host: blocks until there is one.
 
         Raises:
             StopIteration: There will be none.
             TimeoutError: The `deadline`, of `time.monotonic`, has passed.
+            RuntimeError: The main thread has ended, and nothing can end this wait any more.
             Exception: What the request ended with, once all outputs have been read.
         """
-        while (found := self._look(StopIteration)) is None:
-            check_may_wait()
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise TimeoutError(
-                    f"Request {self.request_id!r} has not finished in time; it goes on."
-                    " Wait longer, or abort() it."
-                )
-            signal: SimpleQueue[None] = SimpleQueue()
-            waker = partial(signal.put, None)
-            self._wakers.add(waker)
-            if not self._ready:  # or something has come before the waker was there
-                with suppress(Empty):
-                    signal.get(timeout=left)
-            self._wakers.discard(waker)
+        found = self._look(StopIteration)
+        if found is None:
+            with self._last_wait(deadline, owner) as last:
+                while (found := self._look(StopIteration)) is None:
+                    owner.check_may_wait()
+                    if main_thread_has_ended() and last.in_vain():
+                        raise RuntimeError(
+                            f"The main thread has ended, request {self.request_id!r} is paused or"
+                            " the device held up, and no thread is left that could change that;"
+                            " the wait is given up so that the process can end."
+                        )
+                    self._wait(deadline)
         return found
+
+    def _wait(self, deadline: float | None) -> None:
+        """Wait for a moment, or less where something comes."""
+        left = math.inf if deadline is None else deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(
+                f"Request {self.request_id!r} has not finished in time; it goes on."
+                " Wait longer, or abort() it."
+            )
+        signal: SimpleQueue[None] = SimpleQueue()
+        waker = partial(signal.put, None)
+        self._wakers.add(waker)
+        if not self._ready:  # or something has come before the waker was there
+            with suppress(Empty):
+                signal.get(timeout=min(left, _LOOK_SECONDS))
+        self._wakers.discard(waker)
+
+    def _last_wait(self, deadline: float | None, owner: Owner) -> LastWait:
+        if deadline is not None:  # which ends it
+            return LastWait(bool)
+        return LastWait(
+            lambda: owner.is_held(self) and not self._ready,
+            lambda: owner.device_is_held() and not self._ready,
+        )
 
     async def first_async(self) -> tuple[int, RequestOutput]:
         """The oldest output and its number; the event loop runs on meanwhile.
@@ -250,7 +278,7 @@ class RequestStream(Iterator[RequestOutput], AsyncIterator[RequestOutput]):
         """Host: blocks until there is an output."""
         self._owner.process.check()
         while True:
-            number, output = self._queue.first(None, self._owner.check_may_wait)
+            number, output = self._queue.first(None, self._owner)
             self._note(number, output)
             try:
                 # No call may come between these two: an interrupt in it would lose the output.
@@ -303,7 +331,7 @@ class RequestStream(Iterator[RequestOutput], AsyncIterator[RequestOutput]):
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
-                number, output = self._queue.first(deadline, self._owner.check_may_wait)
+                number, output = self._queue.first(deadline, self._owner)
             except StopIteration:
                 return self._result()
             self._gather(number, output)

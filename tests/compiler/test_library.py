@@ -100,6 +100,39 @@ def test_what_the_short_way_cannot_do_is_compiled_as_torch_does(own_cache, monke
     assert ProgramHandle(add._payload.content).run([torch.ones(3)])[0].tolist() == [2, 2, 2]
 
 
+AFTER_THE_MAIN_THREAD = """
+import threading
+import torch
+import neuron_streams
+def work():
+    threading.main_thread().join()
+    add_one = neuron_streams.compile(lambda x: x + 1, [torch.zeros(2)])
+    print(add_one.target, add_one(torch.zeros(2).to("neuron")).tolist())
+threading.Thread(target=work).start()
+"""
+
+
+def test_a_thread_compiles_after_the_main_thread_has_ended(own_cache):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", AFTER_THE_MAIN_THREAD],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "cpu [1.0, 1.0]\n", "")
+
+
+def test_what_no_thread_can_be_had_for_is_compiled_on_the_caller(own_cache, commands, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(library.ThreadPoolExecutor, "submit", refuse)
+    executable = compile(lambda x: x * 5, [torch.zeros(2)])
+    assert executable(torch.ones(2).to("neuron")).tolist() == [5.0, 5.0]
+    assert commands
+
+
 def test_settings_do_not_leak(own_cache):
     before = dict(os.environ)
     compile(add_one, [torch.ones(3)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -853,43 +852,3 @@ def test_the_engine_logs_nothing_when_all_is_well(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING), make_engine(thread=True)[0] as engine:
         engine.add_request("a", [1], limited(3)).result(60)
     assert caplog.text == ""
-
-
-LEFT_AT_WORK = """
-import threading
-from neuron_streams.decode import SamplingParams
-from tests.decode.engines import make_engine
-
-engine, _, _ = make_engine(thread=True)
-working = threading.Event()
-
-def again(output=None, count=iter(range(10**9))):
-    if output is None or output.finished:
-        params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
-        number = next(count)
-        engine.add_request(str(number), [1, 2], params, on_output=again)
-        if number > 100:
-            working.set()
-
-for _ in range(3):
-    again()
-
-def read(stream):
-    try:
-        stream.result()
-    except RuntimeError as error:
-        print(error)
-
-paused = engine.add_request("paused", [1])
-engine.pause("paused")
-threading.Thread(target=read, args=[paused]).start()
-working.wait()
-"""
-
-
-def test_an_engine_left_at_work_ends_with_the_interpreter_and_so_do_its_readers() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LEFT_AT_WORK], capture_output=True, text=True, timeout=100
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "The interpreter is ending, and the decode engine with it.\n"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from neuron_streams.decode import DecodeEngine, RequestOutput, RequestStream, SamplingParams
+from neuron_streams.decode.life import OwnProcess
 from neuron_streams.decode.request_stream import OutputQueue
 from tests.decode.engines import (
     check_rest,
@@ -32,12 +33,32 @@ def output(number: int, reason: str | None = None, error: Exception | None = Non
     return RequestOutput("a", (number,), number, reason, error)
 
 
-def never() -> None:
-    raise AssertionError("it would have to wait")
+class Waits:
+    """What drives a queue; its reader may wait."""
+
+    process = OwnProcess()
+
+    def check_may_wait(self) -> None: ...
+
+    def abort(self, queue: OutputQueue) -> bool:
+        raise NotImplementedError
+
+    def abandon(self, queue: OutputQueue) -> None: ...
+
+    def is_held(self, queue: OutputQueue) -> bool:
+        return False
+
+    def device_is_held(self) -> bool:
+        return False
+
+
+class Unowned(Waits):
+    def check_may_wait(self) -> None:
+        raise AssertionError("it would have to wait")
 
 
 def take(queue: OutputQueue) -> int:
-    number, output = queue.first(None, never)
+    number, output = queue.first(None, Unowned())
     queue.claim(number)
     del queue.outputs[number]
     return output.num_output_tokens
@@ -115,7 +136,7 @@ def test_a_queue_that_nobody_will_read_keeps_nothing() -> None:
 def test_a_deadline_names_the_request() -> None:
     queue, _ = make_queue()
     with pytest.raises(TimeoutError, match="^Request 'a' has not finished in time; it goes on"):
-        queue.first(0.0, lambda: None)
+        queue.first(0.0, Waits())
 
 
 def test_a_stream_gives_all_outputs_and_ends() -> None:

@@ -129,8 +129,9 @@ static int64_t append(ns_runtime *r, ns_lane *lane, ns_entry *entry, const ns_ti
     return entry->value;
 }
 
-/* The command's value in its lane, or NS_FULL (wait for room, then again), NS_CLOSED,
- * NS_UNKNOWN_LANE; then the call is still the caller's. */
+/* The command's value in its lane, or why it was not taken, and the call is still the caller's:
+ * NS_FULL (wait for room, then again), NS_CLOSED, NS_UNKNOWN_LANE, NS_NO_THREAD (the system gives the
+ * device not even one: a command that becomes ready later could not be refused any more). */
 int64_t ns_submit(ns_runtime *r, int64_t id, const ns_command *command, const ns_ticket *after,
                   int64_t count) {
     ns_wake wake = {0};
@@ -146,6 +147,7 @@ int64_t ns_submit(ns_runtime *r, int64_t id, const ns_command *command, const ns
     /* A device that does not move waits for the host: holding it up would be a deadlock. */
     else if (counts(entry) && device->outstanding >= NS_OUTSTANDING && device->moving)
         value = NS_FULL;
+    else if (counts(entry) && !ns_has_thread(r, lane->device)) value = NS_NO_THREAD;
     else value = append(r, lane, entry, after, count);
     if (value > 0) {
         ns_advance(r, &wake);

@@ -17,7 +17,8 @@ typedef struct ns_start {
     int device;
 } ns_start;
 
-/* Signals are for the threads of Python, which must notice them. */
+/* Signals are for the threads of Python, which must notice them. False if the system gives none: the
+ * threads that are there do all of the work, and the next call asks again. */
 static bool start_thread(ns_runtime *r, int device) {
     ns_start *start = ns_room_for(NULL, sizeof *start);
     *start = (ns_start){r, device};
@@ -32,7 +33,14 @@ static bool start_thread(ns_runtime *r, int device) {
     }
     r->thread_count++;
     r->alive++;
+    r->devices[device].threads++;
+    r->devices[device].called++;
     return true;
+}
+
+/* Whether the device has a thread, which is started if need be, and stays until the end. */
+bool ns_has_thread(ns_runtime *r, int device) {
+    return r->devices[device].threads > 0 || start_thread(r, device);
 }
 
 static int takeable(const ns_device *device) {
@@ -48,9 +56,11 @@ static void call_threads(ns_runtime *r, int number, ns_wake *wake) {
     ns_device *device = &r->devices[number];
     if (r->closed) return;
     for (int wanted = takeable(device) - device->called; wanted > 0; wanted--) {
-        if (device->idle != NULL) ns_ring_first(wake, &device->idle);
-        else if (device->threads == NS_MOST_THREADS || !start_thread(r, number)) return;
-        else device->threads++;
+        if (device->idle == NULL) {
+            if (device->threads == NS_MOST_THREADS || !start_thread(r, number)) return;
+            continue;
+        }
+        ns_ring_first(wake, &device->idle);
         device->called++;
     }
 }

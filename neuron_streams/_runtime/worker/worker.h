@@ -29,7 +29,7 @@ extern "C" {
 enum { NS_OUTSTANDING = 1024, NS_ROOM_AGAIN = NS_OUTSTANDING - 64, NS_INTERVALS = 1 << 16 };
 enum { NS_COMPUTE, NS_TENSOR_OP, NS_COLLECTIVES, NS_PEERS, NS_UNITS };
 enum { NS_MARKER, NS_PLEDGE, NS_SLEEP, NS_CALL };
-enum { NS_FULL = -1, NS_CLOSED = -2, NS_UNKNOWN_LANE = -3 };
+enum { NS_FULL = -1, NS_CLOSED = -2, NS_UNKNOWN_LANE = -3, NS_NO_THREAD = -4 };
 
 /* A command as it is submitted. */
 typedef struct ns_command {
@@ -163,6 +163,7 @@ bool ns_sleep_on(ns_runtime *, ns_bell **list, ns_bell *, int64_t timeout_ns, ns
 void ns_unlock(ns_runtime *, ns_wake *);
 
 /* threads.c */
+bool ns_has_thread(ns_runtime *, int device);
 void ns_start_threads(ns_runtime *, ns_wake *);
 
 /* The functions for the owner of a runtime; each says more where it stands. */

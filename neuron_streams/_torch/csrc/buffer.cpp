@@ -5,6 +5,8 @@
 
 #include <cstring>
 #include <map>
+
+#include <pthread.h>
 #include <shared_mutex>
 
 #include <c10/core/CachingDeviceAllocator.h>
@@ -34,7 +36,13 @@ struct Pinned {
   Ledger ledger;
 };
 Pinned& pinned() {
-  static auto* made = new Pinned;
+  // The child of a fork frees pinned memory that its parent made. A shared mutex knows which thread
+  // holds it, and that is another one there, so that it is made anew and not unlocked.
+  static auto* made = [] {
+    pthread_atfork([] { pinned().mutex.lock(); }, [] { pinned().mutex.unlock(); },
+                   [] { new (&pinned().mutex) std::shared_mutex; });
+    return new Pinned;
+  }();
   return *made;
 }
 

@@ -173,6 +173,7 @@ void within_devices(const at::Tensor& source, const at::Tensor& target) {
 }
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
+  check_fork();
   TORCH_CHECK(source.defined() && target.defined(), "copy_: a tensor is not defined");
   if (target.numel() == 0) return target;
   const at::Tensor from = source.sizes() == target.sizes() ? source : source.expand_as(target);

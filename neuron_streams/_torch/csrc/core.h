@@ -21,6 +21,7 @@
 
 #include <atomic>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -216,7 +217,10 @@ struct Port : c10::intrusive_ptr_target {
 // The port of this process, started at first use. Throws in the child of a fork.
 PortPtr port();
 void set_port(PortPtr);
-void check_fork();
+// The child of a fork has none of the threads, and any lock may be held there by one that it has
+// not: whatever takes a lock asks first.
+bool forked();
+void check_fork(); // throws in such a child
 
 // A device buffer; raises torch.OutOfMemoryError with figures.
 BufferPtr allocate(const PortPtr&, c10::DeviceIndex device, size_t nbytes);
@@ -267,5 +271,20 @@ void forget(PyObject*);
 void stop_if_ending();
 // Lets Python's signal handlers run, on its main thread, and throws what they raise.
 void check_signals();
+
+// Whether the interpreter only waits for threads, or is past that. False on a thread that Python
+// does not know.
+bool main_thread_has_ended();
+// A wait of the calling thread from then on; see _exit.py. `stuck` may outlive it for an instant.
+class LastWait {
+ public:
+  explicit LastWait(std::function<bool()> stuck);
+  ~LastWait();
+  LastWait(const LastWait&) = delete;
+  bool in_vain();
+
+ private:
+  PyObject* last_;
+};
 
 } // namespace neuron

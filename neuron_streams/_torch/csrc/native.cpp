@@ -65,6 +65,7 @@ NativePort::~NativePort() {
 }
 
 NativePort::LanePtr NativePort::find(int64_t id) {
+  check_fork();
   std::shared_lock lock(mutex_);
   auto found = lanes_.find(id);
   return found == lanes_.end() ? nullptr : found->second;
@@ -94,6 +95,7 @@ void NativePort::throw_closed() const {
 }
 
 void NativePort::close_lane(int64_t id) {
+  if (forked()) return;
   if (LanePtr lane = find(id)) {
     lane->closing = true;
     ns_close_lane(runtime_, id);
@@ -133,6 +135,7 @@ int64_t NativePort::submit(
   auto call = kept ? std::make_unique<Errand>(Errand{this, command}) : nullptr;
   plain.call = call.get();
   const auto* tickets = reinterpret_cast<const ns_ticket*>(after.data());
+  check_fork();
   const int64_t value =
       ns_submit(runtime_, id, &plain, tickets, static_cast<int64_t>(after.size()));
   if (value > 0) {
@@ -141,6 +144,10 @@ int64_t NativePort::submit(
     return value;
   }
   if (value == NS_CLOSED) throw_closed();
+  TORCH_CHECK(
+      value != NS_NO_THREAD, "can't start new thread: neuron:", find(id)->device, " has none yet, and "
+      "the system gives it none (RLIMIT_NPROC, pids.max of the cgroup, or memory); end some threads "
+      "or raise the limit, then submit again");
   TORCH_CHECK(value == NS_FULL, "submit: there is no lane ", id);
   return kFull;
 }
@@ -170,6 +177,7 @@ std::optional<double> NativePort::completed_at(Ticket ticket) {
 }
 
 void NativePort::wait_for_room(int64_t id) {
+  check_fork();
   refuse_wait_on_worker();
   {
     WithoutGil free;
@@ -225,9 +233,31 @@ void NativePort::wait(Ticket ticket, double timeout) {
       if (left <= 0) throw TimedOut(timed_out(ticket, lane->completed(), timeout));
       slice = std::min<int64_t>(slice, static_cast<int64_t>(left * 1e9) + 1);
     }
+    bool done;
     {
       WithoutGil free;
-      ns_wait(runtime_, ticket.lane, ticket.value, slice);
+      done = ns_wait(runtime_, ticket.lane, ticket.value, slice);
+    }
+    check_signals();
+    if (!done && timeout < 0 && main_thread_has_ended()) wait_alone(lane, ticket);
+  }
+}
+
+// Goes on with a wait that the main thread of Python has not outlived, unless neither the device nor
+// another thread can end it: nothing may hold the interpreter for ever.
+void NativePort::wait_alone(const LanePtr& lane, Ticket ticket) {
+  LastWait last([self = c10::intrusive_ptr<NativePort>::reclaim_copy(this), lane, ticket] {
+    return lane->completed() < ticket.value && ns_drain(self->runtime_, 0);
+  });
+  while (lane->completed() < ticket.value) {
+    TORCH_CHECK(
+        !last.in_vain(), "wait: lane ", ticket.lane, " has completed ", lane->completed(), " of the ",
+        ticket.value, " commands waited for; the next is ", head(ticket.lane), ". The main thread has "
+        "ended, nothing runs on the devices, and no thread is left that could change that; the wait "
+        "is given up so that the process can end");
+    {
+      WithoutGil free;
+      ns_wait(runtime_, ticket.lane, ticket.value, kSlice);
     }
     check_signals();
   }
@@ -252,11 +282,13 @@ std::string NativePort::head(int64_t lane) {
 }
 
 void NativePort::drain() {
+  check_fork();
   WithoutGil free;
   while (!ns_drain(runtime_, kSlice)) check_signals();
 }
 
 std::vector<int64_t> NativePort::lanes(int device) {
+  check_fork();
   std::shared_lock lock(mutex_);
   std::vector<int64_t> found;
   for (const auto& [id, lane] : lanes_)
@@ -292,6 +324,7 @@ std::vector<FailurePtr> NativePort::failures(Ticket ticket, int64_t since) {
 }
 
 std::vector<Interval> NativePort::intervals() {
+  check_fork();
   std::vector<ns_interval> found(NS_INTERVALS);
   found.resize(static_cast<size_t>(ns_intervals(runtime_, found.data())));
   std::vector<Interval> made;
@@ -303,6 +336,7 @@ std::vector<Interval> NativePort::intervals() {
 
 void NativePort::close(double timeout) {
   using Clock = std::chrono::steady_clock;
+  if (forked()) return;
   {
     std::unique_lock lock(mutex_);
     if (closed_) return;

@@ -60,6 +60,7 @@ class NativePort final : public Port {
   void forget_closed();
   void note_timed(int64_t lane, int64_t value, const CommandPtr&);
   void refuse_wait_on_worker() const;
+  void wait_alone(const LanePtr&, Ticket);
   [[noreturn]] void throw_closed() const;
   std::string timed_out(Ticket, int64_t completed, double timeout);
   std::string head(int64_t lane);

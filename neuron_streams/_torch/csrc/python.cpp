@@ -27,7 +27,7 @@ namespace {
 // What the extension calls of Python's: set once, by `bind`. Never freed.
 struct Callbacks {
   PyObject *start = nullptr, *ticket = nullptr, *raise_first = nullptr, *say_on_host = nullptr,
-           *cancelled = nullptr;
+           *cancelled = nullptr, *exit = nullptr;
   std::string forked;
 };
 Callbacks& callbacks() {
@@ -93,6 +93,8 @@ void forget(PyObject* object) {
   };
   Py_AddPendingCall(later, nullptr);
 }
+
+bool forked() { return in_child; }
 
 void check_fork() { TORCH_CHECK(!in_child, callbacks().forked); }
 
@@ -321,6 +323,36 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) Ref::throw_set();
 }
 
+// -- the end of the interpreter -----------------------------------------------------------------
+
+bool main_thread_has_ended() {
+  if (!python_is_there() || PyGILState_GetThisThreadState() == nullptr) return false;
+  WithGil gil;
+  return From<bool>::load(call_method(callbacks().exit, "main_thread_has_ended").get());
+}
+
+LastWait::LastWait(std::function<bool()> stuck) {
+  WithGil gil;
+  const Ref question(wrap(std::move(stuck)));
+  PyObject* ask = Ref(PyObject_GetAttrString(question.get(), "ask")).release();
+  last_ = call_method(callbacks().exit, "LastWait", ask).release();
+  call_method(last_, "__enter__");
+}
+
+LastWait::~LastWait() {
+  if (!python_is_there()) return; // the thread ends with the process
+  WithGil gil;
+  const Ref last(last_);
+  const Ref none(Py_BuildValue("OOO", Py_None, Py_None, Py_None));
+  const Ref leave(PyObject_GetAttrString(last_, "__exit__"));
+  Ref(PyObject_CallObject(leave.get(), none.get()));
+}
+
+bool LastWait::in_vain() {
+  WithGil gil;
+  return From<bool>::load(call_method(last_, "in_vain").get());
+}
+
 // -- the objects of Python ----------------------------------------------------------------------
 
 namespace {
@@ -356,6 +388,13 @@ PyObject* dtype_object(at::ScalarType dtype) {
 }
 
 void add_values(PyObject* m) {
+  add_type<std::function<bool()>>(
+      m, "Question",
+      {method<[](std::function<bool()>& question) {
+        WithoutGil free;
+        return question();
+      }>("ask")},
+      {});
   add_type<FailurePtr>(
       m, "FailureType", {},
       {property<[](FailurePtr& f) { return Py_NewRef(exception_of(*f)); }>("error"),
@@ -695,13 +734,14 @@ PyObject* buffer_object(const at::Tensor& tensor) {
 
 void set_callbacks(
     PyObject* start, PyObject* ticket, PyObject* raise_first, PyObject* say_on_host,
-    PyObject* cancelled, std::string forked) {
+    PyObject* cancelled, PyObject* exit, std::string forked) {
   Callbacks& all = callbacks();
   all.start = Py_NewRef(start);
   all.ticket = Py_NewRef(ticket);
   all.raise_first = Py_NewRef(raise_first);
   all.say_on_host = Py_NewRef(say_on_host);
   all.cancelled = Py_NewRef(cancelled);
+  all.exit = Py_NewRef(exit);
   all.forked = std::move(forked);
   const Ref threading(PyImport_ImportModule("threading"));
   const Ref main = call_method(threading.get(), "main_thread");

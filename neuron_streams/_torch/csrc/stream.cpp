@@ -23,10 +23,11 @@ StreamState::StreamState(PortPtr port_, int device, int64_t priority, int64_t fo
       lane(foreign ? foreign_lane : port->open_lane(device, priority, false)) {}
 
 StreamState::~StreamState() {
-  if (!foreign) port->close_lane(lane);
+  if (!foreign && !forked()) port->close_lane(lane);
 }
 
 Ticket StreamState::submit(const CommandPtr& command) {
+  check_fork();
   const bool watched = C10_UNLIKELY(port->watch != nullptr);
   if (watched) watch_submission(*this, command, {}, {});
   std::vector<Ticket> after;
@@ -70,6 +71,7 @@ Ticket StreamState::append(
 }
 
 Ticket StreamState::ticket() {
+  check_fork();
   if (waiting_.load(std::memory_order_acquire)) {
     Held held(lock_);
     if (!waits_.empty()) {
@@ -83,6 +85,7 @@ Ticket StreamState::ticket() {
 }
 
 void StreamState::wait(Ticket ticket) {
+  check_fork();
   if (ticket.lane == lane || port->done(ticket)) return;
   size_t count;
   {
@@ -108,6 +111,7 @@ std::vector<FailurePtr> StreamState::see(Ticket ticket, int64_t since) {
 }
 
 std::vector<FailurePtr> StreamState::failures(Ticket ticket) {
+  check_fork();
   int64_t since;
   {
     Held held(lock_);
@@ -326,15 +330,16 @@ void EventState::record(const StreamPtr& on, bool timed) {
 }
 
 bool EventState::done() {
+  check_fork();
   std::unique_lock lock(mutex);
   const StreamPtr on = stream;
   const Ticket newest = ticket;
   lock.unlock();
-  check_fork();
   return !on || on->port->done(newest);
 }
 
 void EventState::synchronize() {
+  check_fork();
   std::unique_lock lock(mutex);
   const StreamPtr on = stream;
   const Ticket newest = ticket;

@@ -1,0 +1,110 @@
+"""The system gives no more threads: an error at the submission, nothing lost, and then it goes on.
+
+In each script `allow(n)` has the system give n threads more.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from neuron_streams._runtime import toolchain
+from tests.torch_backend import children
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD")
+
+PRELUDE = """
+import ctypes, os, threading
+import pytest
+import torch
+import neuron_streams
+from neuron_streams.testing import EmulatedRuntime, Gate
+
+allow = ctypes.CDLL(os.environ["LD_PRELOAD"]).allow_threads
+MANY, REFUSED = 1 << 30, "^can't start new thread: neuron:0 has none yet"
+"""
+START = """
+core = neuron_streams.context.core()
+runtime = EmulatedRuntime(2)
+lane = runtime.open_lane(0)
+"""
+
+SCRIPTS = {
+    "the first command of a device": """
+allow(0)
+with pytest.raises(RuntimeError, match=REFUSED):
+    runtime.submit(lane, core.Sleep(0.0))
+assert runtime.submitted(lane) == 0
+runtime.wait(runtime.submit(lane, core.Marker()), 10)
+allow(MANY)
+runtime.wait(runtime.submit(lane, core.Sleep(0.0)), 10)
+""",
+    "one thread does the work of all units": """
+allow(1)
+lanes = [runtime.open_lane(0) for _ in range(8)]
+last = [runtime.submit(lanes[i % 8], core.Sleep(0.0, i % 3)) for i in range(800)]
+for ticket in last:
+    runtime.wait(ticket, 10)
+""",
+    "others help when they can be had": """
+allow(1)
+runtime.wait(runtime.submit(lane, core.Sleep(0.0)), 10)
+long = runtime.submit(lane, core.Sleep(60.0))
+allow(MANY)
+runtime.wait(runtime.submit(runtime.open_lane(0), core.Sleep(0.0, 1)), 10)
+assert runtime.completed(lane) == 1
+runtime.close(0.0)
+""",
+    "each device needs one of its own": """
+allow(1)
+runtime.wait(runtime.submit(lane, core.Sleep(0.0)), 10)
+with pytest.raises(RuntimeError, match="neuron:1 has none yet"):
+    runtime.submit(runtime.open_lane(1), core.Sleep(0.0))
+""",
+    "what becomes ready later finds the thread that the submission made sure of": """
+gate = runtime.submit(runtime.open_lane(0, host=True), core.Pledge())
+allow(1)
+ticket = runtime.submit(lane, core.Sleep(0.0), [gate])
+allow(0)
+runtime.complete(gate)
+runtime.wait(ticket, 10)
+""",
+    "a stream keeps its place and what it waits for": """
+s = neuron_streams.Stream()
+gate = Gate()
+s.wait_stream(neuron_streams.current_stream())
+allow(0)
+with neuron_streams.stream(s):
+    with pytest.raises(RuntimeError, match=REFUSED):
+        neuron_streams._sleep(0)
+    allow(MANY)
+    neuron_streams._sleep(0)
+assert not s.query()
+gate.open()
+s.synchronize()
+""",
+    "an operator": """
+x = torch.ones(3).to("neuron")
+allow(0)
+with pytest.raises(RuntimeError, match=REFUSED):
+    x + 1
+allow(MANY)
+assert (x + 1).tolist() == [2.0] * 3
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    path = tmp_path_factory.mktemp("shim") / "no_threads.so"
+    source = Path(__file__).with_name("no_threads.c")
+    toolchain.run([*toolchain.c_compiler(), "-shared", "-fPIC", str(source), "-o", str(path)])
+    scripts = {name: START + code for name, code in SCRIPTS.items()}
+    return children.run(scripts, PRELUDE, 20.0, LD_PRELOAD=str(path))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_no_more_threads(ended, name):
+    assert str(ended[name]) == "0: "
