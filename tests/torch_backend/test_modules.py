@@ -66,7 +66,6 @@ OPTIMIZERS = {
     "adam, fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
     "adamw, no foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
     "sgd, fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
 }
 
