@@ -269,7 +269,8 @@ bool small(const Call& call) {
 // What a CPU kernel says of dtypes that it lacks, as opposed to what it says of zeros.
 bool is_about_types(const std::string& words) {
   for (const char* part : {"not implemented for", "not supported", "expected", "Expected", "must",
-                           "dtype", "only supports", "does not support", "unsupported operation"})
+                           "dtype", "only supports", "does not support",
+                           "unsupported operation", "without overflow", "should be greater"})
     if (words.find(part) != std::string::npos) return true;
   return false;
 }
