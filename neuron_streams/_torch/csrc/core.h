@@ -13,6 +13,7 @@
 //   shape.cpp   metadata of results, before they are computed
 //   operator.cpp    any operator as a command
 //   copy.cpp    copies between the host and devices
+//   attention.cpp   which path attention takes
 //   autocast.cpp    the cast lists
 //   execute.cpp executables
 //   collective.h/.cpp  commands in which other processes take part
