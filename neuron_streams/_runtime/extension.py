@@ -68,7 +68,17 @@ EXTENSION = Library(
     "_neuron",
     _BACKEND / "csrc",
     (
-        ("window", "copy", "shape", "operator", "autocast", "attention", "random", "execute", "collective"),
+        (
+            "window",
+            "copy",
+            "shape",
+            "operator",
+            "autocast",
+            "attention",
+            "random",
+            "execute",
+            "collective",
+        ),
         ("buffer", "command", "native", "stream", "guard", "engine", "foreign", "python"),
     ),
     (*sorted((_HERE / "worker").glob("*.[ch]")), _HERE / "native.c"),
