@@ -9,7 +9,7 @@ ENDS = {
     "right after a backward": "",
     "with the gradients unread and a hook pending": """
 x = torch.ones(64, 64, device=D, requires_grad=True)
-x.register_post_accumulate_grad_hook(lambda p: p.grad.add_(1))
+x.register_post_accumulate_grad_hook(lambda p: [p.grad.add_(1), None][1])
 (x @ x).sum().backward()
 """,
     "inside a backward on a side stream": """
@@ -40,6 +40,7 @@ next(loader)
 PRELUDE = f"""
 import contextlib
 import threading
+import time
 import torch
 import neuron_streams
 D = {DEVICE!r}
