@@ -17,14 +17,6 @@ s = torch.Stream(D) if D != "cpu" else contextlib.nullcontext()
 with s:
     loss.sum().backward()
 """,
-    "with a backward in a daemon thread": """
-def work():
-    while True:
-        y = layer(torch.ones(8, 64, device=D))
-        torch.autograd.grad(y.sum(), layer.parameters())
-threading.Thread(target=work, daemon=True).start()
-time.sleep(0.02)
-""",
     "with tensors in globals and cycles": """
 class Cycle: pass
 a, b = Cycle(), Cycle()
@@ -39,8 +31,6 @@ next(loader)
 }
 PRELUDE = f"""
 import contextlib
-import threading
-import time
 import torch
 import neuron_streams
 D = {DEVICE!r}
