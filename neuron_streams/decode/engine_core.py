@@ -399,12 +399,13 @@ def _end_all() -> None:
     for core in cores:
         ended = _ended(core, deadline)
         core.end(RuntimeError("The interpreter is ending, and the decode engine with it."))
-        if not ended:  # in the middle of a compilation, or a callback
+        if ended:
+            core.loop.close(max(0.0, deadline - time.monotonic()))
+        else:  # in the middle of a compilation, or a callback
             _interrupt(core)
-    deadline = max(deadline, time.monotonic() + _INTERRUPT_SECONDS)
+    deadline = time.monotonic() + _INTERRUPT_SECONDS
     for core in cores:
-        if _ended(core, deadline):
-            core.loop.close(max(_INTERRUPT_SECONDS, deadline - time.monotonic()))
+        _ended(core, deadline)
 
 
 def _ended(core: EngineCore, deadline: float) -> bool:
