@@ -23,7 +23,7 @@ def _leaf(a, b, device, contents):
         if type(a) is not type(b):
             return f"{type(b).__name__} where the CPU gives {type(a).__name__}"
         both_nan = isinstance(a, float) and math.isnan(a) and math.isnan(b)
-        if isinstance(a, torch.device):
+        if isinstance(a, torch.device) or a == "cpu":  # each names its own device
             return None
         return f"{b!r} where the CPU gives {a!r}" if contents and not both_nan and a != b else None
     if not isinstance(b, torch.Tensor):

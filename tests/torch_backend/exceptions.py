@@ -15,5 +15,8 @@ UNDEFINED = {
     "resize_as_": "the new elements are uninitialised",
 }
 
+# Errors that depend on values: the device finds them, as on CUDA, and the reader is told.
+LATE = r"out of (bounds|range)|singular|positive-definite|probability|could not be completed"
+
 # Operators that wait for the stream, as they do on CUDA.
 WAITING: dict[str, str] = {}

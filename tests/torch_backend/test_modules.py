@@ -204,3 +204,35 @@ def test_what_a_tensor_shares_is_copied_once():
     a, b = copy.deepcopy([x[:2], x[1:]])
     a.add_(10)
     assert b.tolist() == [11.0, 2.0, 3.0]
+
+
+RECURRENT = {
+    "LSTM": lambda: nn.LSTM(3, 4, 2, dropout=0.0),
+    "GRU": lambda: nn.GRU(3, 4, bidirectional=True),
+    "RNN": lambda: nn.RNN(3, 4),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_recurrent_layer_is_trained(name):
+    results = []
+    for device in ("cpu", DEVICE):
+        torch.manual_seed(0)
+        layer = RECURRENT[name]().to(device)
+        x = torch.rand(5, 2, 3).to(device).requires_grad_()
+        out, _ = layer(x)
+        out.square().sum().backward()
+        results.append([out, x.grad, *(p.grad for p in layer.parameters())])
+    pairs = zip(*results, strict=True)
+    assert all(torch.equal(a, b.cpu()) for a, b in pairs)
+
+
+def test_an_encoder_in_evaluation_takes_its_fast_path():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x, mask = torch.rand(2, 3, 8), torch.tensor([[False, False, True], [False, False, False]])
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=mask)
+        got = model.to(DEVICE)(x.to(DEVICE), src_key_padding_mask=mask.to(DEVICE))
+    assert torch.allclose(got.cpu(), expected, atol=1e-5)
