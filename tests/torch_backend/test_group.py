@@ -224,6 +224,9 @@ CHILDREN = {name: CONNECT + text for name, text in CHILDREN.items()} | {
     name: HOST_ONLY + text
     for name, text in {
         "groups of a program without a device compile nothing and go away": """
+first = torch.nn.Parameter(torch.ones(2))
+first.sum().backward()
+torch.optim.Adam([first]).step()  # torch keeps the group that exists at its first step
 for _ in range(3):
     begin("gloo")
     x = torch.ones(2)
