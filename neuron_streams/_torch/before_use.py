@@ -26,5 +26,5 @@ def register(lazy_call: Callable[[Callable[[], object]], object]) -> None:
     def _get_accelerator(check: bool | None = None) -> torch.device:
         return torch.device("neuron")
 
-    torch._C._get_accelerator = _get_accelerator  # type: ignore[assignment]
+    torch._C._get_accelerator = _get_accelerator
     lazy_call(lambda: setattr(torch._C, "_get_accelerator", asked))

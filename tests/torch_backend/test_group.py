@@ -116,6 +116,7 @@ def test_a_barrier_holds_the_host_until_the_streams_are_there(ranks):
     passed = threading.Event()
 
     def wait():
+        neuron_streams.set_device(1)  # on the stream of rank 0 it would follow what waits for it
         ranks[1].barrier().wait()
         passed.set()
 
