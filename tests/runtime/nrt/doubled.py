@@ -19,13 +19,14 @@ from neuron_streams._runtime import cache, toolchain
 from neuron_streams._runtime.nrt.lib import Library
 from neuron_streams._runtime.nrt.model import Model, Neff
 from neuron_streams._runtime.nrt.queue import Request
-from neuron_streams._runtime.nrt.requests import Requests, block_of
+from neuron_streams._runtime.nrt.requests import Requests, Route, block_of
 from neuron_streams._runtime.nrt.runtime import NrtRuntime
 from neuron_streams._runtime.port import Kind, Payload
 
 ABIS = ("2.28", "2.29", "2.30")
 FOLDER = Path(__file__).parent
 EXECUTION_FAILED = 1004
+MOST = 32  # tensors of a model of the double
 HOST = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.c_int64,
@@ -150,29 +151,43 @@ class HostedModel(Model):
 
 
 class HostedRequests(Requests):
-    """Requests of a runtime whose executables may be handles of Python.
+    """Requests of a runtime whose executables may be handles of Python, and of operators.
 
-    The model of such a handle has the tensors of the command where all are on its core, so that the
-    double sees who reads and writes what.
+    The model of such a command has its tensors where all are on its core, so that the double sees
+    who reads and writes what.
     """
+
+    def route(self, command, device, lane):
+        if command.kind == Kind.OPERATOR:
+            return Route(self._queue(device, self._library.units.compute, 0), True)
+        return super().route(command, device, lane)
+
+    def of(self, command, queue):
+        if command.kind == Kind.OPERATOR:
+            return iter([self._hosted(command, [(b, 0) for b in command.reads], queue)])
+        return super().of(command, queue)
 
     def _execute(self, command, queue):
         if isinstance(command.handle, Model):
             return super()._execute(command, queue)
-        number, buffers = next(_numbers), [*(b for b, _ in command.inputs), *command.outputs]
+        return self._hosted(command, command.inputs, queue)
+
+    def _hosted(self, command, inputs, queue):
+        number, made = next(_numbers), command.outputs
+        written = [b for b in command.mutated if b not in [given for given, _ in inputs]]
+        buffers = [*(b for b, _ in inputs), *made, *written]
         lines = ["double-neff", f"kernel host {number}"]
-        given, made = [], []
-        if all(buffer.device == queue.device for buffer in buffers):
-            given, made = command.inputs, command.outputs
-        given = [(b, start, b.nbytes - start) for b, start in given if b.nbytes - start]
-        made = [(b, 0, b.nbytes) for b in made if b.nbytes]
+        given = [(b, start, b.nbytes - start) for b, start in inputs if b.nbytes - start]
+        made = [(b, 0, b.nbytes) for b in (*made, *written) if b.nbytes]
         made += [item for item in given if item[0] in command.mutated]
+        if len(given) + len(made) > MOST or any(b.device != queue.device for b in buffers):
+            given, made = [], []
         lines += [f"input i{n} 10 1 {size}" for n, (_, _, size) in enumerate(given)]
         lines += [f"output o{n} 10 1 {size}" for n, (_, _, size) in enumerate(made)]
         payload = Payload("neff", command.name, Neff(("\n".join(lines) + "\n").encode()))
         model = HostedModel.load(self._library, payload, queue.device)
         self.runtime._models.append(model)
-        _hosted[number] = command, model, self.runtime._inside, self.ticket
+        _running[number] = command, model, self.runtime._inside, self.ticket
         memory, sets = self._memories[queue.device], self._sets.take(model.handle)
         tensors = [
             [memory.slice(block_of(b, b.device), start, size) for b, start, size in items]
@@ -187,13 +202,13 @@ class HostedRequests(Requests):
         return Request(queue, schedule, arguments, (command, model), sets)
 
 
-_hosted = {}
+_running = {}
 _numbers = itertools.count(1)
 
 
 @HOST
 def _run_hosted(number, inputs, outputs):
-    command, model, inside, ticket = _hosted.pop(number)
+    command, model, inside, ticket = _running.pop(number)
     inside.here = True
     model.failure = command.attempt(ticket)
     return EXECUTION_FAILED if model.failure is not None else 0
@@ -223,12 +238,17 @@ class DoubleRuntime(NrtRuntime):
             lease.address = self.double.address_of(lease.block.tensor)
         return lease
 
+    def _refuse_operator(self, command):
+        if not self.reachable:
+            super()._refuse_operator(command)
+
     def _begin(self, step, queue):
         self._requests.ticket = step.ticket
         return super()._begin(step, queue)
 
     def _failed(self, step, status):
-        model = step.request.kept[1] if step.kind is Kind.EXECUTE else None
+        hosted = step.kind in (Kind.EXECUTE, Kind.OPERATOR) and step.request is not None
+        model = step.request.kept[1] if hosted else None
         return getattr(model, "failure", None) or super()._failed(step, status)
 
     def close(self, timeout=None):
