@@ -92,7 +92,7 @@ class Requests:
 
     def _execute(self, command: Execute, queue: Queue) -> Request:
         model, memory = _model_of(command, queue.device), self._memories[queue.device]
-        given, made = [], []
+        given, made = list(model.constants), []
         for position, (slot, (buffer, start)) in enumerate(
             zip(model.inputs, command.inputs, strict=True)
         ):

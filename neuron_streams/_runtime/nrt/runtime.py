@@ -24,6 +24,7 @@ from neuron_streams._runtime.nrt.queue import Errors, Queue, errors_for
 from neuron_streams._runtime.nrt.requests import Requests
 from neuron_streams._runtime.nrt.sets import Sets
 from neuron_streams._runtime.nrt.status import LibraryError
+from neuron_streams._runtime.nrt.weights import Weights
 from neuron_streams._runtime.port import Command, Payload, Ticket
 
 __all__ = ["NrtRuntime"]
@@ -71,6 +72,8 @@ class NrtRuntime(Progress):
             Memory(self._library, device, self._lock, self._sets.clear, self.drain)
             for device in range(len(self._cores))
         ]
+        self._weights = [Weights(self._library, memory) for memory in self._memories]
+        self._loading = threading.Lock()
         self._requests = Requests(self._library, self._memories, self._sets, self._queue)
         self._errors: dict[int, Errors | None] = {}
         self._open: dict[tuple[int, int, int], Queue] = {}
@@ -83,6 +86,17 @@ class NrtRuntime(Progress):
     @property
     def library(self) -> Library:
         return self._library
+
+    @property
+    def target(self) -> str:
+        """What the compiler calls this kind of core. Raises LibraryError if that is unknown."""
+        found = self._library.target()
+        if found is None:
+            raise LibraryError(
+                f"libnrt {self._library.version} names an instance of a family that is not known "
+                "to make NEFFs for; give compile a target="
+            )
+        return found
 
     # -- the port ---------------------------------------------------------------------------
 
@@ -141,7 +155,16 @@ class NrtRuntime(Progress):
                 self._dropping.release()
 
     def load(self, payload: Payload, device: int) -> Model:
+        """A NEFF on a core. Host: waits until it and the weights that are new are there."""
         model = Model.load(self._library, payload, device)
+        with self._loading:
+            try:
+                for name, weight in payload.content.constants.items():
+                    tensor = self._weights[device].tensor(weight)
+                    model.constants.append((name.encode(), tensor))
+            except BaseException:
+                model.unload()
+                raise
         with self._lock:
             self._models.append(model)
         return model
