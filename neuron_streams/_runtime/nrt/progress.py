@@ -26,7 +26,7 @@ from neuron_streams._runtime.nrt.order import ALONE, Order, Step
 from neuron_streams._runtime.nrt.queue import NEVER_WRITTEN, Queue, Request
 from neuron_streams._runtime.nrt.requests import Requests, Route
 from neuron_streams._runtime.nrt.status import DeviceLostError, NrtError, Status, error_of
-from neuron_streams._runtime.port import Command, Copy, Execute, Failure, Kind
+from neuron_streams._runtime.port import Copy, Execute, Failure, Kind
 
 __all__ = ["Progress", "Statistics"]
 
@@ -89,15 +89,7 @@ class Progress(Order):
         command, device = step.command, step.lane.device
         if device in self._lost:
             raise DeviceLostError(f"{command.name} on neuron:{device}, which was lost earlier")
-        if step.kind is Kind.OPERATOR:
-            self._refuse_operator(command)
         return self._requests.route(command, device, step.lane.id)
-
-    def _refuse_operator(self, command: Command) -> None:
-        raise NotImplementedError(
-            f"{command.name}: a Neuron device runs compiled executables only; put operators "
-            "into a function for neuron_streams.compile, or use NEURON_STREAMS_RUNTIME=emulated"
-        )
 
     # -- giving -----------------------------------------------------------------------------
 

@@ -55,6 +55,8 @@ class NrtRuntime(Progress):
     """
 
     name = "nrt"
+    reaches_memory = False  # the host does not, directly: its data come and go by commands
+    needs_implicit_waits = True  # the hardware holds nothing against what was scheduled too early
 
     def __init__(self, library: Library | None = None, in_flight: int | None = None) -> None:
         self._library = library or Library()
@@ -173,6 +175,26 @@ class NrtRuntime(Progress):
         """Memory for a buffer. Host: waits for what is in flight if there is no other left."""
         self._tidy()
         return self._lease(self._memories[device], nbytes)
+
+    def reserved(self, device: int) -> tuple[int, ...]:
+        """How many nrt tensors of a device there are, and their bytes, four figures each."""
+        memory = self._memories[device]
+        return *memory.segments.values, *memory.reserved.values
+
+    def reset_reserved(self, device: int, peak: bool, accumulated: bool) -> None:
+        for tally in (self._memories[device].segments, self._memories[device].reserved):
+            tally.reset(peak, accumulated)
+
+    def empty_cache(self) -> None:
+        """Give memory that nothing uses back to the devices. Host: returns at once."""
+        self._drop()
+        for memory in self._memories:
+            memory.trim()
+
+    def memory_info(self, device: int) -> tuple[int, int]:
+        """The free bytes and all bytes of a device, models and other processes included."""
+        used, limit = self._library.memory(device)
+        return max(limit - used, 0), limit
 
     def _lease(self, memory: Memory, nbytes: int) -> Lease:
         return Lease(memory, memory.allocate(nbytes))

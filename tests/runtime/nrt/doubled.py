@@ -319,7 +319,7 @@ class DoubleRuntime(NrtRuntime):
         self.double = Double(abi)
         self.double.set_cores(devices)
         self.forgiven = False
-        self.reachable = reachable
+        self.reachable = self.reaches_memory = reachable
         super().__init__(Library(self.double.path), **kwargs)
         found = self._requests
         self._requests = HostedRequests(self._library, found._memories, found._sets, found._queue)
@@ -330,10 +330,6 @@ class DoubleRuntime(NrtRuntime):
         if self.reachable:
             lease.address = self.double.address_of(lease.block.tensor)
         return lease
-
-    def _refuse_operator(self, command):
-        if not self.reachable:
-            super()._refuse_operator(command)
 
     def _begin(self, step, queue):
         self._requests.ticket = step.ticket
