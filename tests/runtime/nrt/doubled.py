@@ -193,9 +193,9 @@ def on_double(executable):
     return Executable(executable._signature, Payload("neff", executable.name, neff))
 
 
-def compile_for_double(function, example_inputs, **how):
+def compile_for_double(function, example_inputs, target="cpu", **how):
     """`neuron_streams.compile`, whose executables are NEFFs of the double."""
-    return on_double(neuron_streams.compile(function, example_inputs, target="cpu", **how))
+    return on_double(neuron_streams.compile(function, example_inputs, target=target, **how))
 
 
 class HostedModel(Model):
