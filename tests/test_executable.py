@@ -232,7 +232,7 @@ def test_examples_must_be_tensors():
 
 
 def test_targets():
-    with pytest.raises(NotImplementedError, match=r"^f: target='neuron' makes NEFFs"):
+    with pytest.raises(ValueError, match=r"^f: target='neuron' is the kind of core of the device"):
         compile(lambda x: x, [torch.ones(3)], name="f", target="neuron")
     with pytest.raises(ValueError, match=r"^f: target='gpu' is none of"):
         compile(lambda x: x, [torch.ones(3)], name="f", target="gpu")

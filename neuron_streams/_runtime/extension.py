@@ -71,6 +71,7 @@ EXTENSION = Library(
         (
             "window",
             "copy",
+            "staging",
             "shape",
             "operator",
             "autocast",

@@ -34,6 +34,7 @@ def runtime(request):
         "emulated-explicit",
         "manual-side",
         "emulated-side",
+        *DOUBLES,
         pytest.param("cuda", marks=pytest.mark.gpu),
     ]
 )
@@ -49,10 +50,12 @@ def streams(request, monkeypatch):
         yield torch.cuda
         torch.cuda.synchronize()
         return
-    kind, _, how = request.param.partition("-")
+    kind, how = request.param, ""
+    if kind not in DOUBLES:
+        kind, _, how = kind.partition("-")
     if how == "explicit":
         monkeypatch.setenv("NEURON_STREAMS_IMPLICIT_WAITS", "0")
-    with use_runtime(RUNTIMES[kind](devices=2)):
+    with use_runtime({**RUNTIMES, **DOUBLES}[kind](devices=2)):
         for index in (1, 0) if how == "side" else ():
             neuron_streams.set_stream(neuron_streams.Stream(index))
         yield neuron_streams

@@ -89,11 +89,6 @@ class Progress(Order):
         command, device = step.command, step.lane.device
         if device in self._lost:
             raise DeviceLostError(f"{command.name} on neuron:{device}, which was lost earlier")
-        if step.kind is Kind.OPERATOR:
-            raise NotImplementedError(
-                f"{command.name}: a Neuron device runs compiled executables only; put operators "
-                "into a function for neuron_streams.compile, or use NEURON_STREAMS_RUNTIME=emulated"
-            )
         return self._requests.route(command, device, step.lane.id)
 
     # -- giving -----------------------------------------------------------------------------

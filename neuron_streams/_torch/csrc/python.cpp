@@ -649,6 +649,9 @@ void add_ports(PyObject* m) {
        property<
            [](PortPtr& p) { return p->fills_unfinished; },
            [](PortPtr& p, bool on) { p->fills_unfinished = on; }>("fills_unfinished"),
+       property<
+           [](PortPtr& p) { return p->host_operators; },
+           [](PortPtr& p, bool on) { p->host_operators = on; }>("host_operators"),
        property<[](PortPtr& p) { return native(p).in_flight.load(); }>("in_flight")});
 }
 
@@ -656,17 +659,28 @@ Ledger& ledger_of(int device) {
   return device < 0 ? pinned_ledger() : *port()->ledgers.at(static_cast<size_t>(device));
 }
 
-PyObject* metrics_of(const Count& c) {
+PyObject* metrics_of(const std::array<int64_t, 4>& c) {
   return Py_BuildValue(
-      "{s:L,s:L,s:L,s:L}", "current", (long long)c.current, "peak", (long long)c.peak, "allocated",
-      (long long)c.allocated, "freed", (long long)c.freed);
+      "{s:L,s:L,s:L,s:L}", "current", (long long)c[0], "peak", (long long)c[1], "allocated",
+      (long long)c[2], "freed", (long long)c[3]);
 }
 
 PyObject* counts(int device) {
   const Ledger& ledger = ledger_of(device);
+  Reserved reserved{ledger.number.values(), ledger.bytes.values()};
+  if (device >= 0)
+    if (const auto found = port()->reserved(device)) reserved = *found;
   return Py_BuildValue(
-      "{s:N,s:N,s:L,s:L}", "number", metrics_of(ledger.number), "bytes", metrics_of(ledger.bytes),
-      "retries", (long long)ledger.retries, "refusals", (long long)ledger.refusals);
+      "{s:N,s:N,s:N,s:N,s:L,s:L}", "number", metrics_of(ledger.number.values()), "bytes",
+      metrics_of(ledger.bytes.values()), "segments", metrics_of(reserved.number), "reserved",
+      metrics_of(reserved.bytes), "retries", (long long)ledger.retries, "refusals",
+      (long long)ledger.refusals);
+}
+
+PyObject* memory_info(int device) {
+  auto* memory = static_cast<c10::DeviceAllocator*>(c10::GetAllocator(kDevice));
+  const auto [free, total] = memory->getMemoryInfo(static_cast<c10::DeviceIndex>(device));
+  return Py_BuildValue("LL", (long long)free, (long long)total);
 }
 
 void reset_counts(int device, bool peak, bool accumulated) {
@@ -675,6 +689,7 @@ void reset_counts(int device, bool peak, bool accumulated) {
     if (peak) count->peak = count->current.load();
     if (accumulated) count->allocated = count->freed = 0;
   }
+  if (device >= 0) port()->reset_reserved(device, peak, accumulated);
 }
 
 // -- streams ------------------------------------------------------------------------------------
@@ -830,6 +845,8 @@ PyMethodDef functions[] = {
     function<buffer_object>("buffer_of"),
     function<counts>("counts"),
     function<reset_counts>("reset_counts"),
+    function<memory_info>("memory_info"),
+    function<[] { port()->empty_cache(); }>("empty_cache"),
     function<[] {
       Ref list(PyList_New(0));
       for (const auto& [name, count] : host_operators())

@@ -24,7 +24,7 @@ from neuron_streams._runtime.nrt.progress import Progress
 from neuron_streams._runtime.nrt.queue import Queue
 from neuron_streams._runtime.nrt.requests import Requests, Route
 from neuron_streams._runtime.nrt.runtime import NrtRuntime
-from neuron_streams._runtime.nrt.sets import Sets
+from neuron_streams._runtime.nrt.sets import SetPair, Sets
 from neuron_streams._runtime.nrt.status import DeviceLostError, Status
 from neuron_streams._runtime.port import Kind
 from neuron_streams.context import core
@@ -442,6 +442,25 @@ def tensor_sets(runtime):
         for _ in range(3):
             last, _ = kernels.plus_one(lane, floats(runtime, 1.0, 2.0))
     finish(runtime, last)
+
+
+def without_aliased_pair(patch):
+    real = SetPair.fill
+
+    def apart(self, inputs, outputs):
+        other = ctypes.c_void_p()
+        self._library.call("nrt_tensor_allocate", 0, 0, 8, None, ctypes.byref(other))
+        real(self, inputs, [(name, other.value) for name, _ in outputs])
+
+    patch(SetPair, "fill", apart)
+
+
+@rule("what an execution updates in place is one tensor in both of its sets")
+def aliased_pair(runtime):
+    kernels, lane = Kernels(runtime), runtime.open_lane(0)
+    x = floats(runtime, 1.0, 2.0)
+    finish(runtime, kernels.update_in_place(lane, x))
+    assert value_of(runtime, lane, x) == [2.0, 3.0]
 
 
 def without_tensors_of_sets(patch):
