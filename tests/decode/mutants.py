@@ -237,8 +237,8 @@ MUTANTS = {
     ),
     "a refused launch leaves its future": Mutant(
         "runner",
-        "            self._drop_future()\n            self.execute",
-        "            self.execute",
+        "            self._drop_future()\n            self._check",
+        "            self._check",
     ),
     "a refused launch leaves older tokens unread": Mutant(
         "runner", 'self._materialize_pending_async_output("a launch failed")', "pass"
