@@ -24,7 +24,8 @@ class ModelInput(NamedTuple):
     """Arguments of a step.
 
     For a prefill `sampling` is set and `positions` are the lengths of the rows; `starts` is set
-    where it goes on behind tokens that the slots hold already.
+    where it goes on behind tokens that the slots hold already. A packed step has all of it, and
+    `input_ids` with one dimension.
     """
 
     input_ids: torch.Tensor
@@ -102,6 +103,11 @@ class InputBatch:
         return states
 
     @property
+    def decodes(self) -> bool:
+        """Whether any row decodes."""
+        return any(state.is_decode for state in self.states)
+
+    @property
     def req_ids(self) -> list[RequestKey]:
         return [state.key for state in self.states]
 
@@ -169,6 +175,24 @@ class InputBatch:
             _int32([state.slot for state in self.states]),
             self.sampling_tensors(),
             _int32(starts) if any(starts) else None,
+        )
+
+    def packed_input(self, lengths: Sequence[int]) -> ModelInput:
+        """All rows behind one another, from where each stands, those that decode among them.
+
+        A row that failed goes to the scratch slot: where it decodes, its token is not known.
+        """
+        rows = [
+            ([0] * length, 0, 0) if state.failed else (tokens[at : at + length], at, state.slot)
+            for state, tokens, length in zip(self.states, self.token_ids_cpu, lengths, strict=False)
+            for at in (state.num_computed_tokens,)
+        ]
+        return ModelInput(
+            _int32([token_id for token_ids, *_ in rows for token_id in token_ids]),
+            _int32(lengths),
+            _int32([slot for *_, slot in rows]),
+            self.sampling_tensors(),
+            _int32([start for _, start, _ in rows]),
         )
 
     def sampling_tensors(self) -> SamplingTensors:

@@ -54,15 +54,18 @@ class GatherRunner(ModelRunner):
     def _swap_in_future(
         self, scheduler_output: SchedulerOutput, model_input: ModelInput
     ) -> tuple[ModelInput, str | None]:
-        if self._is_decode():
-            self._check_rows(model_input.input_ids)
+        self._check_rows()
         return model_input, None
 
-    def _check_rows(self, input_ids: torch.Tensor) -> None:
-        for state, token_id in zip(self.input_batch.states, input_ids.tolist(), strict=False):
-            if token_id == FROM_DEVICE and state.sampled_position != state.num_computed_tokens:
+    def _check_rows(self) -> None:
+        batch = self.input_batch
+        for state, token_ids in zip(batch.states, batch.token_ids_cpu, strict=False):
+            at = state.num_computed_tokens
+            if state.failed or not state.is_decode or token_ids[at] != FROM_DEVICE:
+                continue
+            if state.sampled_position != at:
                 raise RuntimeError(
-                    f"{state.key} decodes at position {state.num_computed_tokens}, but the last"
-                    f" token sampled for it is that of {state.sampled_position}, and the host does"
-                    " not know the other: the schedule skipped a step."
+                    f"{state.key} decodes at position {at}, but the last token sampled for it is"
+                    f" that of {state.sampled_position}, and the host does not know the other: the"
+                    " schedule skipped a step."
                 )

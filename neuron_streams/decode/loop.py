@@ -57,6 +57,9 @@ class DecodeLoop:
         async_scheduling: False waits for each step before the next is scheduled.
         output_thread: False leaves reading the outputs to `step` and `pump`, for tests.
         max_batch_size: Most requests of a step; the model's largest batch bucket if None.
+        max_num_batched_tokens: Most tokens of a step while any request decodes, at least
+            `max_batch_size`: longer prompts are cut to it, so that nobody waits long for their next
+            token while others arrive. None for no bound. See `policy`.
         watchdog: Seconds for which one step may be waited for; then the loop ends with a
             TimeoutError that names the step and its requests. None waits for ever.
         tokenizer: Gives the outputs their text, and is needed for stop strings: anything with
@@ -64,7 +67,8 @@ class DecodeLoop:
 
     Raises:
         UnsupportedError: policy="gather" and a model without `decode_gather`.
-        ValueError: Another policy, depth or max_batch_size below 1, asynchronous with a model that
+        ValueError: Another policy, depth or max_batch_size below 1, max_num_batched_tokens below
+            the batch size, asynchronous with a model that
             does not sample on the device, or a watchdog with no output thread to watch.
     """
 
@@ -78,6 +82,7 @@ class DecodeLoop:
         async_scheduling: bool = True,
         output_thread: bool = True,
         max_batch_size: int | None = None,
+        max_num_batched_tokens: int | None = None,
         watchdog: float | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
@@ -85,7 +90,11 @@ class DecodeLoop:
         self.stats = DecodeStats()
         self.max_concurrent_batches = depth if async_scheduling else 1
         self.scheduler = Scheduler(
-            model, max_batch_size=max_batch_size, stats=self.stats, tokenizer=tokenizer
+            model,
+            max_batch_size=max_batch_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            stats=self.stats,
+            tokenizer=tokenizer,
         )
         self.output_handler = OutputHandler(threaded=output_thread)
         self.batch_queue = BatchQueue(self.output_handler, self.stats, watchdog)

@@ -14,9 +14,11 @@ __all__ = [
     "GatherModel",
     "LogprobsTensors",
     "Model",
+    "PackedModel",
     "Sampled",
     "SamplerOutput",
     "SamplingTensors",
+    "goes_on_with_prompts",
 ]
 
 FROM_DEVICE = -1
@@ -110,8 +112,8 @@ class Model(Protocol):
     A model that honours `Adjustments` has `adjusts_logits = True`; without it the scheduler refuses
     requests that ask for any. One that cannot honour every `SamplingParams` also has
     `check_sampling(params)`, which the scheduler calls at admission and which raises ValueError: a
-    refusal later, in `prefill`, fails its whole step. `GatherModel` and `ChunkModel` are what
-    a model may offer beyond this.
+    refusal later, in `prefill`, fails its whole step. `GatherModel`, `ChunkModel` and
+    `PackedModel` are what a model may offer beyond this.
     """
 
     @property
@@ -240,3 +242,46 @@ class ChunkModel(Model, Protocol):
         Returns:
             int32 [n], a future: the token at position `starts[i] + lengths[i]` of each row.
         """
+
+
+class PackedModel(Model, Protocol):
+    """A model that computes any mix of prompts, pieces of them and decode rows in one step.
+
+    The rows lie behind one another on one token axis. With it the loop prefills by `packed` alone:
+    `prompt_buckets` are then the token counts of a step, and `prefill_batch` prompts and as many
+    decode rows as the largest batch bucket has left share one.
+    """
+
+    @property
+    def token_block(self) -> int:
+        """What the model rounds the tokens of each prompt up to before they are put together."""
+
+    def packed(
+        self,
+        input_ids: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        sampling: SamplingTensors,
+    ) -> Sampled:
+        """Append tokens to each row's slot and sample the one that follows them.
+
+        Args:
+            input_ids: int32 [sum(lengths)], a host tensor: the rows, one behind the other, without
+                padding. Rounded up to `token_block` the prompts of more than one token fit the
+                largest prompt bucket. In the one token of a decode row, `FROM_DEVICE` is
+                `last_sampled[slots[i]]` where the model is a `GatherModel`.
+            starts: int32 [n]: so many tokens the slots hold already.
+            lengths: int32 [n], at least 1.
+            slots: int32 [n]. A row of slot 0 is padding.
+            sampling: The rows' parameters, kept for the slots' later steps; what a row that decodes
+                has given before is given again.
+
+        Returns:
+            int32 [n] or more, a future: the token at position `starts[i] + lengths[i]` of each row.
+        """
+
+
+def goes_on_with_prompts(model: Model) -> bool:
+    """Whether prompts may be computed in pieces."""
+    return hasattr(model, "prefill_chunk") or hasattr(model, "packed")

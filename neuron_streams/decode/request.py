@@ -12,7 +12,7 @@ from neuron_streams.decode.coerce import shown
 from neuron_streams.decode.detokenizer import IncrementalDetokenizer
 from neuron_streams.decode.logprobs import TokenLogprobs
 from neuron_streams.decode.metrics import RequestMetrics
-from neuron_streams.decode.model import Model
+from neuron_streams.decode.model import Model, goes_on_with_prompts
 from neuron_streams.decode.sampling_params import SamplingParams
 
 __all__ = [
@@ -57,7 +57,8 @@ class Request:
     The counts run ahead of the device, they are of what has been launched. `num_in_flight` steps
     name the request and have not been read; `num_output_placeholders` of them will each bring a
     token. Where it runs it first prefills `prefill_token_ids`: its prompt, and after a preemption
-    all that had been generated. `arrived_at` and `token_times` are `time.perf_counter`'s.
+    all that had been generated. So many steps have computed later prompts
+    and none of it: `num_overtaken`. `arrived_at` and `token_times` are `time.perf_counter`'s.
     """
 
     key: RequestKey
@@ -75,6 +76,7 @@ class Request:
     num_computed_tokens: int = 0
     num_in_flight: int = 0
     num_output_placeholders: int = 0
+    num_overtaken: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
     error: Exception | None = None
@@ -94,6 +96,11 @@ class Request:
     @property
     def is_prefilling(self) -> bool:
         return self.num_computed_tokens < len(self.prefill_token_ids)
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens to compute before it decodes."""
+        return len(self.prefill_token_ids) - self.num_computed_tokens
 
     @property
     def is_ending(self) -> bool:
@@ -204,7 +211,7 @@ def check_prompt(model: Model, request_id: str, prompt: Sequence[int]) -> None:
     if not prompt:
         raise ValueError(f"Request {request_id!r} has an empty prompt; give it one token at least.")
     longest = model.max_length - 1
-    if not hasattr(model, "prefill_chunk"):
+    if not goes_on_with_prompts(model):
         longest = min(longest, model.prompt_buckets[-1])
     if len(prompt) > longest:
         raise ValueError(

@@ -21,7 +21,7 @@ import torch
 from neuron_streams.decode.batch import CachedRequestState, InputBatch, ModelInput, bucket_of
 from neuron_streams.decode.launch import StepError, check_sampled, part_of_the_step
 from neuron_streams.decode.logprobs import split, to_host, what_is_wanted
-from neuron_streams.decode.model import ChunkModel, Model, Sampled
+from neuron_streams.decode.model import ChunkModel, Model, PackedModel, Sampled
 from neuron_streams.decode.output import AsyncModelRunnerOutput, Streams
 from neuron_streams.decode.pending import AsyncExecutionBuffer, PendingOutputs
 from neuron_streams.decode.request import RequestKey
@@ -128,7 +128,18 @@ class ModelRunner:
         if self.use_async_scheduling:
             self.stats.count_path(reason)
         if self.trace is not None:
-            self.trace.note_path("decode" if self._is_decode() else "prefill", reason)
+            self.trace.note_path(self._kind(scheduler_output), reason)
+
+    def _kind(self, scheduler_output: SchedulerOutput) -> str:
+        """What a trace shows of a step."""
+        if self._is_decode():
+            return "decode" if scheduler_output.num_steps == 1 else "window"
+        if self.input_batch.decodes:
+            return "mixed"
+        pieces = scheduler_output.partial_req_ids or any(
+            state.num_computed_tokens for state in self.input_batch.states
+        )
+        return "chunk" if pieces else "prefill"
 
     def _check_device(self, failed: StepError) -> None:
         """Raise the error of a step if the device takes no more work: no step can follow it."""
@@ -190,6 +201,8 @@ class ModelRunner:
     @part_of_the_step()
     def _prepare_model_input(self, scheduler_output: SchedulerOutput) -> ModelInput:
         lengths = [scheduler_output.num_scheduled_tokens[key] for key in self.input_batch.req_ids]
+        if hasattr(self.model, "packed") and not self._is_decode():
+            return self.input_batch.packed_input(lengths)
         goes_on = any(state.num_computed_tokens for state in self.input_batch.states)
         # A model that cannot go on with a prompt is made to by decoding what the host knows.
         if goes_on and (self._is_decode() or not hasattr(self.model, "prefill_chunk")):
@@ -202,7 +215,7 @@ class ModelRunner:
     ) -> tuple[ModelInput, str | None]:
         """The input to launch, and the reason for which it is a fallback if it is one."""
         if not self._is_decode():
-            return model_input, "prefill"
+            return self._with_known_ids(scheduler_output, model_input)
         if not self.async_execution_buffer or self._batch_composition_changed:
             return model_input, "composition"
         future = self.async_execution_buffer["futures_sampled_token_ids"]
@@ -214,6 +227,16 @@ class ModelRunner:
         if self._materialize_pending_async_output(f"async future {mismatch} mismatch"):
             model_input = self._prepare_model_input(scheduler_output)
         return model_input, mismatch
+
+    def _with_known_ids(
+        self, scheduler_output: SchedulerOutput, model_input: ModelInput
+    ) -> tuple[ModelInput, str]:
+        """As `_swap_in_future`, of a step that takes in prompts: its ids come from the host."""
+        if not self.input_batch.decodes:
+            return model_input, "prefill"
+        if self._materialize_pending_async_output("prompts beside rows that decode"):
+            model_input = self._prepare_model_input(scheduler_output)
+        return model_input, "mixed"
 
     def _maybe_remap_async_future(
         self, future: torch.Tensor, input_ids: torch.Tensor
@@ -245,6 +268,10 @@ class ModelRunner:
         input_ids, positions, slots, sampling, starts = model_input
         if sampling is None:
             sampled = self._decode(input_ids, positions, slots)
+        elif input_ids.dim() == 1:
+            assert starts is not None
+            packing = cast("PackedModel", self.model)
+            sampled = packing.packed(input_ids, starts, positions, slots, sampling)
         elif starts is None:
             sampled = self.model.prefill(input_ids, positions, slots, sampling)
         else:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from neuron_streams.decode import DecodeLoop, SamplingParams, SchedulerOutput
 from tests.decode.fake_streams import FakeStreams
 from tests.decode.harness import Results, check_idle, check_invariants, make_loop
@@ -200,8 +202,15 @@ def setting_of(seed: int) -> dict[str, Any]:
         "prefill_batch": rng.choice([1, 1, 2]),
         "max_length": rng.choice([SHORTEST_MODEL, 24]),
     }
-    options = {"max_batch_size": rng.choice([None, None, 1, 2])}
-    return {"sizes": sizes, "chunks": rng.random() < 0.5, **options}
+    rows = rng.choice([None, None, 1, 2])
+    kind = rng.choice(["", "chunks", "packs"])
+    options = {
+        "max_batch_size": rows,
+        "chunks": kind == "chunks",
+        "packs": kind == "packs",
+        "max_num_batched_tokens": rng.choice([None, (rows or 4) + rng.randint(0, 3)]),
+    }
+    return {"sizes": sizes, **options}
 
 
 def play(seed: int, *, fail: bool = False, **options: Any) -> tuple[Results, DecodeLoop]:
@@ -209,7 +218,8 @@ def play(seed: int, *, fail: bool = False, **options: Any) -> tuple[Results, Dec
     setting = setting_of(seed)
     options["tokenizer"] = ToyTokenizer()
     loop, model, streams = make_loop(FakeStreams(seed), **setting, **options)
-    script = with_stop_strings(make_script(seed, 9 if setting["chunks"] else 8), seed)
+    longest = 9 if setting["chunks"] or setting["packs"] else 8
+    script = with_stop_strings(make_script(seed, longest), seed)
     if fail:
         model.fail_at = {random.Random(seed).randint(0, 30)}
     game = Play(script, loop, streams, seed)
@@ -217,10 +227,19 @@ def play(seed: int, *, fail: bool = False, **options: Any) -> tuple[Results, Dec
     assert loop.close() == ()
     streams.run()
     assert model.executed == len(model.calls), "a submitted step never ran"
+    if options.get("policy") != "gather":
+        check_host_ids(model)
     for name, one in game.named.items():
         check_against_oracle(results, name, one, model)
         check_text(results, name, one)
     return results, loop
+
+
+def check_host_ids(model: FakeHashModel) -> None:
+    """Only a gather may leave tokens to the device, since no other program knows the mark."""
+    for call in model.calls:
+        if isinstance(call.input_ids, torch.Tensor):
+            assert int(call.input_ids.min()) >= 0, call
 
 
 def check_against_oracle(results: Results, name: Name, one: Scripted, model: Sizes) -> None:
@@ -315,6 +334,8 @@ def check_script(seed: int, variants: Sequence[dict[str, Any]] = VARIANTS) -> Co
             raise AssertionError(f"script {seed} with {options}: {error!r}") from error
         met.update(loop.stats.fallback_reasons)
         met["async"] += loop.stats.async_steps
+        met["mixed steps"] += loop.stats.mixed_steps
+        met["chunks"] += loop.stats.prompt_chunks
         met["dropped"] += loop.stats.extra_tokens_dropped
         met["preempted"] += loop.stats.preemptions
         met["logprobs"] += sum(map(len, got.logprobs.values()))

@@ -142,7 +142,8 @@ class FakeHashModel(Sizes):
         slots: torch.Tensor,
         sampling: SamplingTensors,
     ) -> Any:
-        rows, begins, where = input_ids.tolist(), starts.tolist(), slots.tolist()
+        begins, where = starts.tolist(), slots.tolist()
+        rows = rows_of(input_ids, lengths)
         ends = [start + length for start, length in zip(begins, lengths.tolist(), strict=True)]
         columns = [column.tolist() for column in sampling[:4]]
         mixes = [mix_of(*(column[row] for column in columns)) for row in range(len(rows))]
@@ -154,12 +155,15 @@ class FakeHashModel(Sizes):
 
         def run() -> list[int]:
             for row, slot in enumerate(where):
+                if not slot:
+                    continue
                 self.mix[slot], self.adjusted[slot] = mixes[row], adjusted[row]
                 if not begins[row]:
                     self.history[slot] = [BAD] * self.max_length
                     self.counts[slot] = Counts()
                 for position in range(begins[row], ends[row]):
-                    self._see(slot, position, rows[row][position - begins[row]])
+                    token = rows[row][position - begins[row]]
+                    self._see(slot, position, self.last_sampled[slot] if token < 0 else token)
             return self._scatter(
                 where, [self._next(slot, end) for slot, end in zip(where, ends, strict=True)]
             )
@@ -190,12 +194,12 @@ class FakeHashModel(Sizes):
 
     def _decode(self, ids: list[int], positions: list[int], slots: list[int]) -> list[int]:
         for token, position, slot in zip(ids, positions, slots, strict=True):
-            assert slot == 0 or 0 <= token < self.vocab_size, f"{token} reached the device"
             if slot:
                 self._see(slot, position, token)
         return [self._next(slot, end + 1) for slot, end in zip(slots, positions, strict=True)]
 
     def _see(self, slot: int, position: int, token: int) -> None:
+        assert 0 <= token < self.vocab_size, f"{token} reached the device"
         self.history[slot][position] = token
         if self.adjusted[slot].penalizes:
             in_prompt = position < self.adjusted[slot].num_prompt_tokens
@@ -304,3 +308,30 @@ class FakeChunkModel(FakeHashModel):
     ) -> Any:
         assert input_ids.shape[1] in self.prompt_buckets
         return self._prefill(input_ids, starts, lengths, slots, sampling)
+
+
+class FakePackedModel(FakeHashModel):
+    """One that takes prompts, pieces of them and decode rows in one step."""
+
+    token_block = 2
+
+    def packed(
+        self,
+        input_ids: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        sampling: SamplingTensors,
+    ) -> Any:
+        assert input_ids.shape == (int(lengths.sum()),)
+        blocks = sum(-(-length // self.token_block) for length in lengths.tolist() if length > 1)
+        assert blocks * self.token_block <= self.prompt_buckets[-1]
+        assert len(lengths) <= self.batch_buckets[-1]
+        return self._prefill(input_ids, starts, lengths, slots, sampling)
+
+
+def rows_of(input_ids: torch.Tensor, lengths: torch.Tensor) -> list[list[int]]:
+    """The tokens of each row, of a batch that is padded or packed."""
+    if input_ids.dim() == 2:
+        return [row.tolist() for row in input_ids]
+    return [row.tolist() for row in input_ids.split(lengths.tolist())]

@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "neuron_streams" / "decode"
 TESTS = ("gather", "failures", "preemption", "reports", "seed", "scheduler", "runner", "output")
 TESTS = (*TESTS, "loop", "batch", "request", "sampling_params", "admission", "logprobs")
-TESTS = (*TESTS, "capacity", "request_queue", "sampling_reports")
+TESTS = (*TESTS, "capacity", "request_queue", "sampling_reports", "policy")
 TESTS = (
     *TESTS,
     "outbox",
@@ -71,8 +71,9 @@ MUTANTS = {
     "no check of the dtype": Mutant("runner", " and future.dtype == host_ids.dtype:", ":"),
     "no rebuilt inputs": Mutant(
         "runner",
-        "            model_input = self._prepare_model_input(scheduler_output)\n        return",
-        "            pass\n        return",
+        "            model_input = self._prepare_model_input(scheduler_output)\n"
+        "        return model_input, mismatch",
+        "            pass\n        return model_input, mismatch",
     ),
     "a prefill takes the future": Mutant("runner", 'return model_input, "prefill"', "pass"),
     "a stale buffer after an empty schedule": Mutant(
@@ -118,7 +119,7 @@ MUTANTS = {
     "a gather of the host's ids": Mutant(
         "gather", "self.model).decode_gather(", "self.model).decode("
     ),
-    "no check of the rows": Mutant("gather", "            self._check_rows(", "            len("),
+    "no check of the rows": Mutant("gather", "        self._check_rows()", "        pass"),
     # The batch
     "tokens stay where they were": Mutant(
         "batch",
@@ -176,13 +177,65 @@ MUTANTS = {
     "a paused request that has ended is counted": Mutant(
         "scheduler", "self._paused.discard(request)\n        self._release", "self._release"
     ),
+    "a victim too many": Mutant("scheduler", "None if self.capacity.slots_come_free else ", ""),
+    # The policy of a step
     "more pieces than a step takes": Mutant(
-        "scheduler", "lambda r: r.order)[: self._model.prefill_batch]", "lambda r: r.order)"
+        "policy", "in prompts[: self._most_prompts]:", "in prompts:"
     ),
     "pieces in any order": Mutant(
-        "scheduler", "sorted(prefilling, key=lambda r: r.order)", "prefilling"
+        "policy",
+        "return sorted(prompts, key=lambda request: request.order)",
+        "return prompts[::-1]",
     ),
-    "a victim too many": Mutant("scheduler", "None if self.capacity.slots_come_free else ", ""),
+    "a chunk beyond the bound": Mutant(
+        "policy", "min(self._largest, bound - len(beside))", "self._largest"
+    ),
+    "rows that decode take no room": Mutant("policy", "bound - len(beside))", "bound)"),
+    "the bound holds where nobody waits": Mutant(
+        "policy", "bound = self._bound if decoding else None", "bound = self._bound"
+    ),
+    "two chunks in a row": Mutant("policy", "or (decoding and self._decode_is_due)", ""),
+    "a mixed step is followed by a decode step": Mutant(
+        "policy", "bound is not None and not self._mixes", "bound is not None"
+    ),
+    "rows that decode stay behind": Mutant(
+        "policy", "beside = decoding if self._mixes else []", "beside = []"
+    ),
+    "a prompt too many for the bucket": Mutant(
+        "policy", "space -= -(-count // self._block) * self._block", "pass"
+    ),
+    "blocks are not rounded up": Mutant(
+        "policy", "-(-count // self._block) * self._block", "count"
+    ),
+    "some start and some go on": Mutant(
+        "policy", "return not self._mixes and not starts", "return False"
+    ),
+    "a whole prompt is cut": Mutant("policy", "        if self._cuts:\n", "        if True:\n"),
+    "in order of arrival": Mutant(
+        "policy", "length = request.num_tokens_left if overtakes else 0", "length = 0"
+    ),
+    "a long prompt starves": Mutant(
+        "policy", "overtakes = request.num_overtaken < MOST_OVERTAKEN", "overtakes = True"
+    ),
+    "whoever came earlier overtakes": Mutant("policy", " and other.arrival > request.arrival", ""),
+    "a bound without room": Mutant(
+        "policy", "max_num_batched_tokens < max_batch_size:", "max_num_batched_tokens < 1:"
+    ),
+    "one new prompt at a time": Mutant("policy", "return self._max_batch_size\n", "return 1\n"),
+    "a mixed step takes stale ids": Mutant(
+        "runner",
+        "            model_input = self._prepare_model_input(scheduler_output)\n        return"
+        ' model_input, "mixed"',
+        '            pass\n        return model_input, "mixed"',
+    ),
+    "a mixed step passes for a prefill": Mutant(
+        "runner",
+        "if not self.input_batch.decodes:\n            return model_input",
+        "if True:\n            return model_input",
+    ),
+    "a failed row is packed": Mutant(
+        "batch", "([0] * length, 0, 0) if state.failed else (tokens", "(tokens"
+    ),
     # Slots, rows and their queues
     "a paused request decodes": Mutant("capacity", "if not request.paused:\n", "if True:\n"),
     "the oldest is preempted": Mutant("capacity", "-priority, -arrival", "-priority, arrival"),
@@ -220,7 +273,9 @@ MUTANTS = {
     "what has left the queue is kept": Mutant(
         "request_queue", "if len(self._heap) > 2 * len(self._entries):", "if False:"
     ),
-    "pieces count as tokens": Mutant("scheduler", "+= not request.is_prefilling", "+= 1"),
+    "pieces count as tokens": Mutant(
+        "schedule", "return 0 if key in self.partial_req_ids else 1", "return 1"
+    ),
     "a preempted request keeps its count": Mutant(
         "scheduler", "            request.num_computed_tokens = 0\n", ""
     ),
@@ -237,8 +292,8 @@ MUTANTS = {
     ),
     "a refused launch leaves its future": Mutant(
         "runner",
-        "            self._drop_future()\n            self.execute",
-        "            self.execute",
+        "            self._drop_future()\n            self._check",
+        "            self._check",
     ),
     "a refused launch leaves older tokens unread": Mutant(
         "runner", 'self._materialize_pending_async_output("a launch failed")', "pass"
