@@ -23,12 +23,15 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import cast
 
+from neuron_streams._exit import LastWait, main_thread_has_ended
 from neuron_streams._runtime.lanes import Entry, Lane, Lanes
 from neuron_streams._runtime.nrt.queue import Queue, Request
 from neuron_streams._runtime.nrt.requests import Route
 from neuron_streams._runtime.port import Command, Kind, Ticket
 
 __all__ = ["ALONE", "Order", "Step"]
+
+LOOK_UP = 0.05  # seconds: how often a wait asks whether the main thread has ended
 
 ALONE = object()  # the tail of a lane behind a command that nothing may be queued behind
 
@@ -260,7 +263,11 @@ class Order(Lanes):
             heapq.heappush(lane.waiters, (ticket.value, next(self._order), waiter))
         done = False
         try:
-            done = waiter.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
+            if timeout is None:
+                self._sleep_on(waiter, lane, ticket)
+                done = True
+            else:
+                done = waiter.acquire(timeout=max(timeout, 0.0))
         finally:
             if not done:
                 with self._lock:
@@ -271,3 +278,28 @@ class Order(Lanes):
                 f"wait: after {timeout} s lane {ticket.lane} has completed {lane.completed} of the "
                 f"{ticket.value} commands waited for; the next is {self._describe_head(lane)}"
             )
+
+    def _sleep_on(self, waiter: threading.Lock, lane: NrtLane, ticket: Ticket) -> None:
+        """Sleep until a completion releases the lock, or until nothing can bring it any more."""
+        while not main_thread_has_ended():
+            if waiter.acquire(timeout=LOOK_UP):
+                return
+        with LastWait(lambda: self._is_stuck(lane, ticket)) as last:
+            while not waiter.acquire(timeout=LOOK_UP):
+                if last.in_vain():
+                    raise RuntimeError(
+                        f"wait: lane {ticket.lane} has completed {lane.completed} of the "
+                        f"{ticket.value} commands waited for; the next is "
+                        f"{self._describe_head(lane)}. The main thread has ended, nothing runs on "
+                        "the devices, and no thread is left that could change that; the wait is "
+                        "given up so that the process can end"
+                    )
+
+    def _is_stuck(self, lane: NrtLane, ticket: Ticket) -> bool:
+        with self._lock:
+            return lane.completed < ticket.value and not self._moving
+
+    @property
+    def _moving(self) -> bool:
+        """Whether a device has something to do."""
+        raise NotImplementedError
