@@ -75,6 +75,7 @@ EXTENSION = Library(
             "operator",
             "autocast",
             "attention",
+            "recurrent",
             "random",
             "execute",
             "collective",

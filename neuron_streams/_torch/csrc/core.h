@@ -14,6 +14,7 @@
 //   operator.cpp    any operator as a command
 //   copy.cpp    copies between the host and devices
 //   attention.cpp   which path attention takes
+//   recurrent.cpp   recurrent layers, as the CPU makes them
 //   autocast.cpp    the cast lists
 //   execute.cpp executables
 //   collective.h/.cpp  commands in which other processes take part
