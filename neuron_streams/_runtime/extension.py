@@ -76,6 +76,7 @@ EXTENSION = Library(
             "operator",
             "autocast",
             "attention",
+            "recurrent",
             "random",
             "execute",
             "collective",

@@ -16,6 +16,7 @@
 //   staging.h/.cpp  tensors of a device whose memory the host does not reach, for the host to work on
 //   copy.cpp    copies between the host and devices
 //   attention.cpp   which path attention takes
+//   recurrent.cpp   recurrent layers, as the CPU makes them
 //   autocast.cpp    the cast lists
 //   execute.cpp executables
 //   collective.h/.cpp  commands in which other processes take part
