@@ -124,7 +124,8 @@ class NrtRuntime(Progress):
         if self.completed(ticket.lane) < ticket.value:
             self._refuse_wait_inside()
             self._wait(ticket, timeout)
-        self._drop()
+        if self._spent:
+            self._drop()
 
     def wait_for_room(self, lane: int) -> None:
         self._refuse_wait_inside()
