@@ -108,7 +108,8 @@ class NrtRuntime(Progress):
         with self._lock:
             if not self._closed:
                 self._pump()
-        self._drop()
+        if self._spent:
+            self._drop()
         return super().submit(lane, command, after, wait)
 
     def completed(self, lane: int) -> int:
