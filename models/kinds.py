@@ -14,7 +14,7 @@ from models.choosers import CHOOSERS, SAMPLING_TABLES
 from models.chunks import Chunk
 from models.layers import Weights
 from models.steps import Decode, Prefill
-from neuron_streams.decode import SamplerOutput
+from neuron_streams.decode.logprobs import split
 from neuron_streams.decode.model import Sampled
 
 __all__ = ["Compile", "Executable", "Step"]
@@ -87,6 +87,5 @@ class Step(nn.Module):
         logits = self.layers(*given, tensors["kv_cache"])
         chosen: Sampled = self.chooser(logits, self.layers.span(*given), slots, tensors)
         if self.keeps or self.gathers:
-            tokens = chosen.sampled_token_ids if isinstance(chosen, SamplerOutput) else chosen
-            tensors["last_sampled"].index_put_((slots,), tokens)
+            tensors["last_sampled"].index_put_((slots,), split(chosen)[0])
         return chosen
