@@ -80,7 +80,7 @@ def test_the_decode_input_pads_with_the_scratch_slot() -> None:
         one.num_computed_tokens = 2
         batch.add_request(one)
     input_ids, positions, slots, *rest = batch.decode_input(4)
-    assert rest == [None, None]
+    assert rest == [None, None, None]
     assert input_ids.tolist() == [6, 10, 0, 0]
     assert positions.tolist() == [2, 2, 0, 0]
     assert slots.tolist() == [3, 5, 0, 0]
