@@ -31,6 +31,7 @@ from neuron_streams._runtime.port import (
     Runtime,
     Ticket,
 )
+from neuron_streams._torch import before_use
 from neuron_streams.errors import AcceleratorError
 
 __all__ = [
@@ -232,6 +233,7 @@ def register_name(module: Any) -> None:
     backend_registration.rename_privateuse1_backend("neuron")
     torch._register_device_module("neuron", module)  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
+    before_use.register(lazy_call)
 
 
 def has_name() -> bool:

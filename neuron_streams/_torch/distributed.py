@@ -49,7 +49,8 @@ def register(lazy_call: LazyCall, core: Core) -> None:
 
     c10d._new_process_group_helper = begin_with_device
     for group, (name, store) in list(c10d._world.pg_map.items()):  # made before the first use
-        if name == "gloo" and isinstance(group, dist.ProcessGroup):
+        asked = name in ("gloo", c10d.Backend.UNDEFINED) or _is_gloo(group)
+        if asked and isinstance(group, dist.ProcessGroup):
             _connect(group, store, lazy_call, core)
 
 
