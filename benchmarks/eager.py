@@ -94,7 +94,8 @@ class Layer(nn.Module):
         self.inner = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x)
+        inner: torch.Tensor = self.inner(x)
+        return x + inner
 
 
 def model(width: int) -> nn.Module:

@@ -33,5 +33,5 @@ def register(lazy_call: Callable[[Callable[[], object]], object]) -> None:
         on_host = sys._getframe(1).f_globals.get("__name__") == _GROUPS
         return torch.device("cpu" if on_host else "neuron")
 
-    torch._C._get_accelerator = _get_accelerator
+    torch._C._get_accelerator = _get_accelerator  # type: ignore[assignment]
     lazy_call(lambda: setattr(torch._C, "_get_accelerator", asked))
