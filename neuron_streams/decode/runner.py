@@ -29,7 +29,7 @@ from neuron_streams.decode.model import (
     WindowModel,
     WindowOutput,
 )
-from neuron_streams.decode.output import AsyncModelRunnerOutput, Streams
+from neuron_streams.decode.output import AsyncModelRunnerOutput, EventLike, Streams
 from neuron_streams.decode.pending import AsyncExecutionBuffer, PendingOutputs
 from neuron_streams.decode.request import RequestKey
 from neuron_streams.decode.sampled import ModelRunnerOutput
@@ -265,15 +265,25 @@ class ModelRunner:
             return self.model.remap(future, index), True
 
     def _execute_model_forward(self, model_input: ModelInput) -> Sampled | Exception:
+        start = self._mark()
         if self.trace is not None:
-            self.trace.launching()
+            self.trace.launching(start)
         sampled = self._call_model(model_input)
+        end = self._mark()
+        self.stats.device_times.add(start, end)
         if self.trace is not None:
-            self.trace.launched()
+            self.trace.launched(end)
         if self.use_async_scheduling:
             return sampled
         with self.stats.waiting():
             return self._read_now(sampled)
+
+    @part_of_the_step()
+    def _mark(self) -> EventLike:
+        """An event with the time at which the compute stream gets here."""
+        event: EventLike = self.streams.Event(enable_timing=True)
+        event.record(self.compute_stream)
+        return event
 
     @part_of_the_step()
     def _call_model(self, model_input: ModelInput) -> Sampled:
