@@ -12,19 +12,25 @@ __all__ = ["DeviceTimes"]
 class DeviceTimes:
     """Timing events around each of the newest steps, and what lies between two of them.
 
-    The event before a step completes when the step before has ended or, on an idle device, at once:
-    so host work inside the model's call, ahead of its first command, does not count as idle.
+    The event before a step completes when the step before has ended or, on an idle device, at once.
+    Where it has completed by the time at which the model's call returns, the device had nothing to
+    do during that call, so the host's time in it counts as idle too.
 
     Args:
         size: Steps that are looked back upon.
     """
 
     def __init__(self, size: int = 64) -> None:
-        self._steps: deque[tuple[Any, Any] | None] = deque(maxlen=size)
+        self._steps: deque[tuple[Any, Any, float] | None] = deque(maxlen=size)
 
-    def add(self, start: Any, end: Any) -> None:
-        """Take in a launched step: events recorded before and after it."""
-        self._steps.append((start, end))
+    def add(self, start: Any, end: Any, waited: float) -> None:
+        """Take in a launched step: events recorded before and after it.
+
+        Args:
+            start, end: The events.
+            waited: Seconds for which the device waited for the call to submit the step.
+        """
+        self._steps.append((start, end, waited))
 
     def rest(self) -> None:
         """There is nothing to do: what comes until the next step is not held against anybody."""
@@ -41,7 +47,9 @@ class DeviceTimes:
         for before, step in itertools.pairwise([None, *self._steps]):
             if step is None or not step[1].query():
                 continue
-            ran += step[0].elapsed_time(step[1])
+            lasted, waited = step[0].elapsed_time(step[1]), step[2] * 1e3
+            idle += min(lasted, waited)
+            ran += max(0.0, lasted - waited)
             if before is not None:
                 idle += max(0.0, before[1].elapsed_time(step[0]))
         return idle / (ran + idle) if ran + idle else 0.0

@@ -13,6 +13,7 @@ Source: the seed, "Step-by-Step Flow" and "How Do We Break the Async Flow Safely
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import cast
 
@@ -268,9 +269,11 @@ class ModelRunner:
         start = self._mark()
         if self.trace is not None:
             self.trace.launching(start)
+        called_at = time.perf_counter()
         sampled = self._call_model(model_input)
+        waited = time.perf_counter() - called_at if start.query() else 0.0
         end = self._mark()
-        self.stats.device_times.add(start, end)
+        self.stats.device_times.add(start, end, waited)
         if self.trace is not None:
             self.trace.launched(end)
         if self.use_async_scheduling:

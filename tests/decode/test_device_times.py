@@ -27,7 +27,7 @@ def times(*steps: tuple[float, float | None] | None, size: int = 64) -> DeviceTi
         if step is None:
             made.rest()
         else:
-            made.add(Event(step[0]), Event(step[1]))
+            made.add(Event(step[0]), Event(step[1]), 0.0)
     return made
 
 
@@ -44,6 +44,14 @@ def times(*steps: tuple[float, float | None] | None, size: int = 64) -> DeviceTi
 )
 def test_idle_is_what_lies_between_steps_that_have_ended(steps: tuple, share: float) -> None:
     assert times(*steps).idle_share == pytest.approx(share)
+
+
+def test_the_hosts_time_in_a_call_is_idle_where_the_device_waited_for_it() -> None:
+    made = times((0, 3))
+    made.add(Event(4), Event(10), 0.002)
+    assert made.idle_share == pytest.approx(3 / 10)
+    made.add(Event(10), Event(11), 0.002)
+    assert made.idle_share == pytest.approx(4 / 11), "no more than the step lasted"
 
 
 def test_only_the_newest_steps_count() -> None:
