@@ -31,6 +31,7 @@ from neuron_streams._runtime.port import (
     Runtime,
     Ticket,
 )
+from neuron_streams._torch import before_use, distributed, dlpack
 from neuron_streams.errors import AcceleratorError
 
 __all__ = [
@@ -137,16 +138,7 @@ def _load() -> Any:
             made.bind(context, Ticket, raise_first, _say_on_host, cancelled, _exit, forked)
             _dynamo.prepare()
             _core = made
-            _prepare_torch()
     return _core
-
-
-def _prepare_torch() -> None:
-    """What torch must know of the device besides its backend."""
-    from neuron_streams._torch import distributed, dlpack  # not at import: half of torch
-
-    dlpack.register()
-    distributed.register(lazy_call, core)
 
 
 def context() -> Context:
@@ -237,6 +229,9 @@ def register_name(module: Any) -> None:
     backend_registration.rename_privateuse1_backend("neuron")
     torch._register_device_module("neuron", module)  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
+    before_use.register(lazy_call)
+    dlpack.register()
+    distributed.register(lazy_call, core)
 
 
 def has_name() -> bool:
