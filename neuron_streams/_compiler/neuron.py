@@ -30,7 +30,7 @@ from neuron_streams._runtime import cache, toolchain
 from neuron_streams._runtime.nrt.model import Neff
 from neuron_streams._runtime.port import Payload
 
-__all__ = ["TARGETS", "build", "python"]
+__all__ = ["TARGETS", "build", "described", "python"]
 
 TARGETS = ("inf2", "trn1", "trn1n", "trn2", "trn3")
 _CHILD = Path(__file__).with_name("neuron_child.py")
@@ -39,6 +39,18 @@ _CHILD = Path(__file__).with_name("neuron_child.py")
 def python() -> str:
     """The Python that has the compilers."""
     return os.environ.get("NEURON_STREAMS_NEURONX_PYTHON", "").strip() or sys.executable
+
+
+def described() -> str | None:
+    """The Python that has the compilers and what is in it; None where it has no torch-neuronx."""
+    try:
+        said: dict[str, str] = json.loads(toolchain.run([python(), str(_CHILD), "versions"]))
+    except (RuntimeError, ValueError):
+        return None
+    del said["python"]
+    if "torch-neuronx" not in said:
+        return None
+    return f"{python()}: {', '.join(f'{name} {version}' for name, version in said.items())}"
 
 
 def build(

@@ -50,6 +50,9 @@ from neuron_streams.decode.model import PackedModel as PackedModel
 from neuron_streams.decode.model import Sampled as Sampled
 from neuron_streams.decode.model import SamplerOutput as SamplerOutput
 from neuron_streams.decode.model import SamplingTensors as SamplingTensors
+from neuron_streams.decode.model import Window as Window
+from neuron_streams.decode.model import WindowModel as WindowModel
+from neuron_streams.decode.model import WindowOutput as WindowOutput
 from neuron_streams.decode.output import AsyncModelRunnerOutput as AsyncModelRunnerOutput
 from neuron_streams.decode.request import Request as Request
 from neuron_streams.decode.request import RequestOutput as RequestOutput

@@ -63,7 +63,7 @@ class GatherRunner(ModelRunner):
         batch = self.input_batch
         for state, token_ids in zip(batch.states, batch.token_ids_cpu, strict=False):
             at = state.num_computed_tokens
-            if state.failed or not state.is_decode or token_ids[at] != FROM_DEVICE:
+            if state.ended or not state.is_decode or token_ids[at] != FROM_DEVICE:
                 continue
             if state.sampled_position != at:
                 raise RuntimeError(

@@ -60,16 +60,21 @@ class DecodeLoop:
         max_num_batched_tokens: Most tokens of a step while any request decodes, at least
             `max_batch_size`: longer prompts are cut to it, so that nobody waits long for their next
             token while others arrive. None for no bound. See `policy`.
+        steps_per_launch: Decode steps of a launch where no request waits to join, for a model that
+            has `decode_window`. What the host does for a launch is then hidden behind so many
+            steps; in turn tokens come that many at a time, and a request that arrives waits for
+            `depth * steps_per_launch` decode steps at most.
         watchdog: Seconds for which one step may be waited for; then the loop ends with a
             TimeoutError that names the step and its requests. None waits for ever.
         tokenizer: Gives the outputs their text, and is needed for stop strings: anything with
             `decode(token_ids) -> str`.
 
     Raises:
-        UnsupportedError: policy="gather" and a model without `decode_gather`.
+        UnsupportedError: policy="gather" and a model without `decode_gather`, or steps_per_launch
+            above 1 and one without `decode_window`.
         ValueError: Another policy, depth or max_batch_size below 1, max_num_batched_tokens below
-            the batch size, asynchronous with a model that
-            does not sample on the device, or a watchdog with no output thread to watch.
+            the batch size, steps_per_launch of no size that the model takes, asynchronous with a
+            model that does not sample on the device, or a watchdog with no output thread to watch.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class DecodeLoop:
         output_thread: bool = True,
         max_batch_size: int | None = None,
         max_num_batched_tokens: int | None = None,
+        steps_per_launch: int = 1,
         watchdog: float | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
@@ -93,6 +99,7 @@ class DecodeLoop:
             model,
             max_batch_size=max_batch_size,
             max_num_batched_tokens=max_num_batched_tokens,
+            steps_per_launch=steps_per_launch,
             stats=self.stats,
             tokenizer=tokenizer,
         )

@@ -29,6 +29,7 @@ from typing import NamedTuple
 from neuron_streams.decode.capacity import Capacity
 from neuron_streams.decode.model import Model, goes_on_with_prompts
 from neuron_streams.decode.request import Request
+from neuron_streams.errors import UnsupportedError
 
 __all__ = ["MOST_OVERTAKEN", "Choice", "StepPolicy"]
 
@@ -50,13 +51,20 @@ class StepPolicy:
         model: Its sizes, and what it offers.
         max_batch_size: Most rows of a step.
         max_num_batched_tokens: Most tokens of a step while any row decodes; None for no bound.
+        steps_per_launch: Most decode steps of a launch.
 
     Raises:
-        ValueError: A bound below `max_batch_size`, which would leave prompts no room.
+        ValueError: A bound below `max_batch_size`, which would leave prompts no room, or windows of
+            a size that the model does not take.
+        UnsupportedError: Windows, and the model has none.
     """
 
     def __init__(
-        self, model: Model, max_batch_size: int, max_num_batched_tokens: int | None = None
+        self,
+        model: Model,
+        max_batch_size: int,
+        max_num_batched_tokens: int | None = None,
+        steps_per_launch: int = 1,
     ) -> None:
         if max_num_batched_tokens is not None and max_num_batched_tokens < max_batch_size:
             raise ValueError(
@@ -64,6 +72,8 @@ class StepPolicy:
                 f" max_batch_size, which is {max_batch_size}: each row that decodes takes a token"
                 " of the step, and prompts need room beside them."
             )
+        self.steps_per_launch = steps_per_launch
+        self._windows = _windows(model, steps_per_launch)
         self._max_batch_size = max_batch_size
         self._bound = max_num_batched_tokens
         self._largest = model.prompt_buckets[-1]
@@ -89,7 +99,9 @@ class StepPolicy:
         decoding = [request for request in capacity.rows if not request.is_prefilling]
         if not prompts or (decoding and self._decode_is_due):
             self._decode_is_due = False
-            return Choice(dict.fromkeys(decoding, 1))
+            if prompts or capacity.somebody_waits:
+                return Choice(dict.fromkeys(decoding, 1))
+            return self._window_of(decoding)
         bound = self._bound if decoding else None
         beside = decoding if self._mixes else []
         room = self._largest if bound is None else min(self._largest, bound - len(beside))
@@ -97,6 +109,13 @@ class StepPolicy:
         self._count_overtaken(prompts, chosen)
         self._decode_is_due = bound is not None and not self._mixes
         return Choice(dict.fromkeys(beside, 1) | chosen)
+
+    def _window_of(self, decoding: list[Request]) -> Choice:
+        """The largest window that some row can fill: a step that no row needs is time lost."""
+        most = max((request.num_tokens_to_come for request in decoding), default=0)
+        num_steps = max((size for size in self._windows if size <= most), default=1)
+        counts = {request: min(num_steps, request.num_tokens_to_come) for request in decoding}
+        return Choice(counts, num_steps)
 
     def _in_order(self, prompts: list[Request]) -> list[Request]:
         if self._bound is None:
@@ -146,3 +165,24 @@ def _shortest_first(request: Request) -> tuple[float, bool, int, int]:
     overtakes = request.num_overtaken < MOST_OVERTAKEN
     length = request.num_tokens_left if overtakes else 0
     return request.priority, overtakes, length, request.arrival
+
+
+def _windows(model: Model, steps_per_launch: int) -> tuple[int, ...]:
+    """The window sizes that may be used."""
+    if steps_per_launch < 1:
+        raise ValueError(f"steps_per_launch is {steps_per_launch}; it must be 1 or more.")
+    if steps_per_launch == 1:
+        return ()
+    sizes: tuple[int, ...] | None = getattr(model, "window_sizes", None)
+    if sizes is None:
+        raise UnsupportedError(
+            f"steps_per_launch={steps_per_launch}: {type(model).__name__} has no decode_window, so"
+            " a launch runs one decode step; pass 1, or give the model what decode.WindowModel asks"
+            " for."
+        )
+    if steps_per_launch not in sizes:
+        raise ValueError(
+            f"steps_per_launch is {steps_per_launch}; this model runs windows of"
+            f" {', '.join(map(str, sizes))} decode steps. Choose one of them, or 1."
+        )
+    return tuple(size for size in sizes if size <= steps_per_launch)

@@ -54,11 +54,11 @@ class RequestStatus(enum.Enum):
 class Request:
     """A request as the scheduler keeps it.
 
-    The counts run ahead of the device, they are of what has been launched. `num_in_flight` steps
-    name the request and have not been read; `num_output_placeholders` of them will each bring a
-    token. Where it runs it first prefills `prefill_token_ids`: its prompt, and after a preemption
-    all that had been generated. So many steps have computed later prompts
-    and none of it: `num_overtaken`. `arrived_at` and `token_times` are `time.perf_counter`'s.
+    The counts run ahead of the device, they are of what has been launched. `num_in_flight` launches
+    name the request and have not been read; they will bring `num_output_placeholders` tokens, or
+    fewer where it stops earlier. Where it runs it first prefills `prefill_token_ids`: its prompt,
+    and after a preemption all that had been generated. `num_overtaken` steps have computed later
+    prompts and none of it. `arrived_at` and `token_times` are `time.perf_counter`'s.
     """
 
     key: RequestKey
@@ -103,9 +103,14 @@ class Request:
         return len(self.prefill_token_ids) - self.num_computed_tokens
 
     @property
+    def num_tokens_to_come(self) -> int:
+        """Most tokens that steps which are yet to be launched may bring."""
+        return self.max_tokens - (len(self.output_token_ids) + self.num_output_placeholders)
+
+    @property
     def is_ending(self) -> bool:
         """Whether the last token that it may have is in flight."""
-        return len(self.output_token_ids) + self.num_output_placeholders >= self.max_tokens
+        return self.num_tokens_to_come <= 0
 
     def status_after(self, token_id: int, eos_token_ids: frozenset[int]) -> RequestStatus:
         """The status once `token_id`, already appended, is known."""

@@ -21,7 +21,14 @@ import torch
 from neuron_streams.decode.batch import CachedRequestState, InputBatch, ModelInput, bucket_of
 from neuron_streams.decode.launch import StepError, check_sampled, part_of_the_step
 from neuron_streams.decode.logprobs import split, to_host, what_is_wanted
-from neuron_streams.decode.model import ChunkModel, Model, PackedModel, Sampled
+from neuron_streams.decode.model import (
+    ChunkModel,
+    Model,
+    PackedModel,
+    Sampled,
+    WindowModel,
+    WindowOutput,
+)
 from neuron_streams.decode.output import AsyncModelRunnerOutput, Streams
 from neuron_streams.decode.pending import AsyncExecutionBuffer, PendingOutputs
 from neuron_streams.decode.request import RequestKey
@@ -206,7 +213,12 @@ class ModelRunner:
         goes_on = any(state.num_computed_tokens for state in self.input_batch.states)
         # A model that cannot go on with a prompt is made to by decoding what the host knows.
         if goes_on and (self._is_decode() or not hasattr(self.model, "prefill_chunk")):
-            return self.input_batch.decode_input(bucket_of(self.model.batch_buckets, len(lengths)))
+            rows = bucket_of(self.model.batch_buckets, len(lengths))
+            model_input = self.input_batch.decode_input(rows)
+            if scheduler_output.num_steps == 1:
+                return model_input
+            window = self.input_batch.window_of(lengths, rows, scheduler_output.num_steps)
+            return model_input._replace(window=window)
         width = bucket_of(self.model.prompt_buckets, max(lengths))
         return self.input_batch.prefill_input(lengths, width)
 
@@ -265,8 +277,11 @@ class ModelRunner:
 
     @part_of_the_step()
     def _call_model(self, model_input: ModelInput) -> Sampled:
-        input_ids, positions, slots, sampling, starts = model_input
-        if sampling is None:
+        input_ids, positions, slots, sampling, starts, window = model_input
+        if window is not None:
+            windowed = cast("WindowModel", self.model)
+            sampled: Sampled = windowed.decode_window(input_ids, positions, slots, window)
+        elif sampling is None:
             sampled = self._decode(input_ids, positions, slots)
         elif input_ids.dim() == 1:
             assert starts is not None
@@ -277,7 +292,8 @@ class ModelRunner:
         else:
             model = cast("ChunkModel", self.model)
             sampled = model.prefill_chunk(input_ids, starts, positions, slots, sampling)
-        check_sampled(sampled, self.input_batch.num_reqs)
+        num_steps = 1 if window is None else window.num_steps
+        check_sampled(sampled, self.input_batch.num_reqs, num_steps)
         return sampled
 
     def _decode(
@@ -316,7 +332,7 @@ class ModelRunner:
             return output
         assert not isinstance(sampled, Exception)
         self.async_execution_buffer = {
-            "futures_sampled_token_ids": split(sampled)[0],
+            "futures_sampled_token_ids": _last_tokens(sampled),
             "prev_req_ids_ordered": req_ids_output_copy,
             "async_output": output,
         }
@@ -378,6 +394,11 @@ class ModelRunner:
         for key, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
             state = self.requests.get(key)
             if state is not None:
-                state.failed |= output.error_of(key) is not None
+                state.ended |= output.error_of(key) is not None
                 for token_id in token_ids:
                     self.input_batch.append_token(state, token_id)
+
+
+def _last_tokens(sampled: Sampled) -> torch.Tensor:
+    """What the next decode step takes in."""
+    return sampled.last_token_ids if isinstance(sampled, WindowOutput) else split(sampled)[0]

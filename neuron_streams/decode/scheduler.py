@@ -49,6 +49,7 @@ class Scheduler:
         max_batch_size: Most requests in a step; None and anything above the largest batch bucket
             mean that bucket.
         max_num_batched_tokens: Most tokens of a step while any request decodes; None for no bound.
+        steps_per_launch: Most decode steps of a launch.
         stats: Where dropped and generated tokens, preemptions and latencies are counted.
         tokenizer: Gives the outputs their text; None for none, and no stop strings.
     """
@@ -59,6 +60,7 @@ class Scheduler:
         *,
         max_batch_size: int | None = None,
         max_num_batched_tokens: int | None = None,
+        steps_per_launch: int = 1,
         stats: DecodeStats | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
@@ -68,7 +70,7 @@ class Scheduler:
         check_tokenizer(tokenizer)
         rows = min(max_batch_size or largest, largest)
         self.capacity = Capacity(model.num_slots, rows)
-        self._policy = StepPolicy(model, rows, max_num_batched_tokens)
+        self._policy = StepPolicy(model, rows, max_num_batched_tokens, steps_per_launch)
         self.stats = stats or DecodeStats()
         self.to_call_back: deque[tuple[Request, RequestOutput]] = deque()
         self._model = model
@@ -241,6 +243,11 @@ class Scheduler:
         """Tokens of an unfinished request that are in flight."""
         return self._by_id[request_id].num_output_placeholders
 
+    def num_outputs_in_flight(self, request_id: str) -> int:
+        """Outputs of an unfinished request that are in flight: one of each launch, at most."""
+        request = self._by_id[request_id]
+        return min(request.num_in_flight, request.num_output_placeholders)
+
     @property
     def has_work(self) -> bool:
         """Whether a request is unfinished and not paused."""
@@ -297,9 +304,10 @@ class Scheduler:
                 request.error = error
                 self._finish(request, RequestStatus.FINISHED_ERROR)
                 outputs.append(self._output_of(request))
-            elif token_ids:
+            elif token_ids or scheduler_output.num_steps > 1:
                 given = logprobs[row] if logprobs else None
-                outputs.append(self._append(request, token_ids, given))
+                stops_early = len(token_ids) < scheduler_output.num_new_tokens(key)
+                outputs.append(self._append(request, token_ids, given, stops_early))
             self._release_if_idle(request)
         return outputs
 
@@ -351,7 +359,11 @@ class Scheduler:
         return True
 
     def _append(
-        self, request: Request, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None
+        self,
+        request: Request,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] | None,
+        stops_early: bool,
     ) -> RequestOutput:
         kept, now = [], time.perf_counter()
         for token_id in token_ids:
@@ -363,6 +375,14 @@ class Scheduler:
             if status.is_finished:
                 self._finish(request, status)
                 break
+        if stops_early and not request.status.is_finished:
+            request.error = RuntimeError(
+                f"The model stopped request {request.request_id!r} behind {[*token_ids]}, which do"
+                " not end it; a row of a window must stop at its limit and behind its stop tokens"
+                " alone (see decode.WindowModel)."
+            )
+            self._finish(request, RequestStatus.FINISHED_ERROR)
+        self.stats.extra_tokens_dropped += len(token_ids) - len(kept)
         self.stats.generated_tokens += len(kept)
         return self._output_of(request, tuple(kept), tuple(logprobs or ())[: len(kept)])
 

@@ -48,6 +48,7 @@ class DecodeStats:
     `prefill_steps`: those that compute tokens of prompts, `mixed_steps` of them beside rows that
     decode. `scheduled_tokens`: tokens that steps computed, `scheduled_prompt_tokens` of them known
     beforehand. `prompt_chunks`: times that a step computed a part of a prompt and not all of it.
+    `decode_windows`: launches of several decode steps.
     `decode_rows` and `decode_row_steps`: rows that decoded, and decode steps of each, summed over
     the launches. A step that was refused counts in all of these but `prefill_steps` and
     `decode_steps`.
@@ -68,6 +69,7 @@ class DecodeStats:
     scheduled_tokens: int = 0
     scheduled_prompt_tokens: int = 0
     prompt_chunks: int = 0
+    decode_windows: int = 0
     decode_rows: int = 0
     decode_row_steps: int = 0
     generated_tokens: int = 0
@@ -132,6 +134,7 @@ class DecodeStats:
             count < len(request.prefill_token_ids) for request, count in prompts.items()
         )
         self.mixed_steps += 0 < len(prompts) < len(chosen)
+        self.decode_windows += step.num_steps > 1
         self.decode_rows += len(chosen) - len(prompts)
         self.decode_row_steps += sum(chosen.values()) - sum(prompts.values())
 

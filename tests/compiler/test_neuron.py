@@ -134,6 +134,15 @@ def test_another_python_is_named_by_a_variable(python, monkeypatch, tmp_path):
         neuron_streams.compile(lambda x: x + 1, [torch.zeros(2)], target="trn2")
 
 
+def test_what_is_there_is_described(python, tmp_path):
+    python(None)
+    assert neuron.described() is None
+    info = tmp_path / "torch_neuronx-2.9.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-neuronx\nVersion: 2.9.0\n")
+    assert "torch-neuronx 2.9.0" in neuron.described()
+
+
 def test_an_instance_of_no_known_family_says_so(python):
     python(XLA)
     with use_runtime(DoubleRuntime(1, reachable=False)) as runtime:

@@ -9,7 +9,7 @@ import torch
 
 import neuron_streams
 from neuron_streams.testing import EmulatedRuntime, Gate, ManualRuntime, use_runtime
-from tests.runtime.nrt.doubled import ABIS, DoubleRuntime
+from tests.runtime.nrt.doubled import ABIS, unsteady
 
 RUNTIMES = {
     "manual": ManualRuntime,
@@ -17,7 +17,7 @@ RUNTIMES = {
 }
 
 
-DOUBLES = {f"nrt-{abi}": functools.partial(DoubleRuntime, abi=abi) for abi in ABIS}
+DOUBLES = {f"nrt-{abi}": functools.partial(unsteady, abi, seed) for seed, abi in enumerate(ABIS, 7)}
 
 
 @pytest.fixture(params=[*RUNTIMES, *DOUBLES])

@@ -128,12 +128,13 @@ def check_bound(scheduler: Scheduler, bound: int | None, kind: type[FakeHashMode
 
     def checked_schedule() -> SchedulerOutput:
         nonlocal after_prompts
-        decoding = {r for r in scheduler.capacity.rows if not r.is_prefilling}
         step = schedule()
         scheduled = [scheduler._in_flight[key] for key in step.num_scheduled_tokens]
-        takes_prompts = bool(step.num_scheduled_tokens) and not set(scheduled) <= decoding
-        waits = bool(decoding & set(scheduler.capacity.rows) - set(scheduled))
-        if bound is not None and takes_prompts and decoding & set(scheduled):
+        prompts = {r for r in scheduled if _takes_prompt(r, step)}
+        takes_prompts, carries = bool(prompts), len(prompts) < len(scheduled)
+        others = scheduler.capacity.rows.keys() - scheduled
+        waits = any(not r.is_prefilling for r in others)
+        if bound is not None and takes_prompts and carries:
             assert step.total_num_scheduled_tokens <= bound
         if bound is not None and takes_prompts and waits:
             assert kind is not FakePackedModel, "a row that decodes was left out"
@@ -145,6 +146,10 @@ def check_bound(scheduler: Scheduler, bound: int | None, kind: type[FakeHashMode
         return step
 
     scheduler.schedule = checked_schedule  # type: ignore[method-assign]
+
+
+def _takes_prompt(request: Request, step: SchedulerOutput) -> bool:
+    return step.num_computed_tokens[request.key] < len(request.prefill_token_ids)
 
 
 def run_to_end(loop: DecodeLoop, model: Sizes, results: Results | None = None) -> Results:
@@ -186,7 +191,8 @@ def check_invariants(loop: DecodeLoop, model: Sizes) -> None:
     slots = [request.slot or 0 for request in holders]
     assert sorted([*slots, *scheduler.capacity.free_slots]) == list(range(1, model.num_slots))
     for request in holders:
-        assert 0 <= request.num_output_placeholders <= request.num_in_flight
+        most = request.num_in_flight * loop.scheduler._policy.steps_per_launch
+        assert 0 <= request.num_output_placeholders <= most
         got = len(request.output_token_ids)
         assert got + request.num_output_placeholders <= request.max_tokens
     check_capacity(scheduler)

@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "neuron_streams" / "decode"
 TESTS = ("gather", "failures", "preemption", "reports", "async_decode", "scheduler", "runner")
 TESTS = (*TESTS, "output", "loop", "batch", "request", "sampling_params", "admission", "logprobs")
-TESTS = (*TESTS, "capacity", "request_queue", "sampling_reports", "policy")
+TESTS = (*TESTS, "capacity", "request_queue", "sampling_reports", "policy", "windows")
 TESTS = (
     *TESTS,
     "outbox",
@@ -86,7 +86,7 @@ MUTANTS = {
         "runner", "self._partial_req_ids = scheduler_output.partial_req_ids", "pass"
     ),
     "a failed row decodes on": Mutant(
-        "runner", "state.failed |= output.error_of(key) is not None", "pass"
+        "runner", "state.ended |= output.error_of(key) is not None", "pass"
     ),
     "the waiting's failure is the step's": Mutant(
         "runner", "if not launched.query():", "if False:"
@@ -143,7 +143,7 @@ MUTANTS = {
     ),
     "limits ignore what is in flight": Mutant(
         "request",
-        "len(self.output_token_ids) + self.num_output_placeholders",
+        "(len(self.output_token_ids) + self.num_output_placeholders)",
         "len(self.output_token_ids)",
     ),
     "one name over a preemption": Mutant("scheduler", "if request.prefill_token_ids:", "if False:"),
@@ -234,8 +234,60 @@ MUTANTS = {
         "if True:\n            return model_input",
     ),
     "a failed row is packed": Mutant(
-        "batch", "([0] * length, 0, 0) if state.failed else (tokens", "(tokens"
+        "batch", "([0] * length, 0, 0) if state.ended else (tokens", "(tokens"
     ),
+    # Windows
+    "a window beside those who wait": Mutant(
+        "policy", "if prompts or capacity.somebody_waits:", "if prompts:"
+    ),
+    "somebody who waits for a row is overlooked": Mutant(
+        "capacity", " or self._rowless.first is not None", ""
+    ),
+    "a window that no row can fill": Mutant(
+        "policy", " if size <= most), default=1", "), default=1"
+    ),
+    "a window beyond max_tokens": Mutant(
+        "policy",
+        "counts = {request: min(num_steps, request.num_tokens_to_come) for request in decoding}",
+        "counts = dict.fromkeys(decoding, num_steps)",
+    ),
+    "a row has no limit": Mutant("batch", "[0 if state.ended else n for", "[num_steps for"),
+    "a row that has ended takes part": Mutant("batch", "[0 if state.ended else n for", "[n for"),
+    "nothing stops a row on the device": Mutant("batch", "MAX_STOP_IDS)]\n", "0)]\n"),
+    "a padding row takes part": Mutant(
+        "batch", "padding = [0] * (num_rows", "padding = [1] * (num_rows"
+    ),
+    "the first tokens of a window go on": Mutant(
+        "runner",
+        "sampled.last_token_ids if isinstance",
+        "sampled.sampled_token_ids[0] if isinstance",
+    ),
+    "what a row that has stopped gives is tokens": Mutant(
+        "sampled", "[[*takewhile(NO_TOKEN.__ne__, column)]", "[[*column]"
+    ),
+    "logprobs of the first step for all": Mutant("logprobs", "ids[step][row][", "ids[0][row]["),
+    "a window brings one token": Mutant(
+        "schedule", "return self.num_scheduled_tokens[key]", "return 1"
+    ),
+    "surplus is not counted": Mutant(
+        "scheduler", "self.stats.extra_tokens_dropped += len(token_ids) - len(kept)", "pass"
+    ),
+    "a row that stops for no reason goes on": Mutant(
+        "scheduler", "if stops_early and not request.status.is_finished:", "if False:"
+    ),
+    "a row that gives nothing goes on": Mutant(
+        "scheduler", "elif token_ids or scheduler_output.num_steps > 1:", "elif token_ids:"
+    ),
+    "a row that has stopped decodes on": Mutant(
+        "batch", "state.ended |= token_id in state.params.stop_ids(self.eos_token_ids)", "pass"
+    ),
+    "room is held for tokens, not outputs": Mutant(
+        "scheduler",
+        "min(request.num_in_flight, request.num_output",
+        "max(request.num_in_flight, request.num_output",
+    ),
+    "windows of a model that has none": Mutant("policy", "if sizes is None:", "if False:"),
+    "windows of any size": Mutant("policy", "if steps_per_launch not in sizes:", "if False:"),
     # Slots, rows and their queues
     "a paused request decodes": Mutant("capacity", "if not request.paused:\n", "if True:\n"),
     "the oldest is preempted": Mutant("capacity", "-priority, -arrival", "-priority, arrival"),
@@ -305,11 +357,13 @@ MUTANTS = {
         "output", "except Exception as unreadable:", "except ArithmeticError as unreadable:"
     ),
     "any result is token ids": Mutant(
-        "launch", "if dtype in _INTEGERS and len(shape) == 1 and shape[0] >= rows:", "if True:"
+        "launch",
+        "if dtype in _INTEGERS and shape and shape[:-1] == windowed and shape[-1] >= rows:",
+        "if True:",
     ),
     "floats are token ids": Mutant("launch", "dtype in _INTEGERS and", ""),
-    "a column is token ids": Mutant("launch", " and len(shape) == 1 and", " and"),
-    "rows may be missing": Mutant("launch", " and shape[0] >= rows:", ":"),
+    "a column is token ids": Mutant("launch", " and shape[:-1] == windowed and", " and"),
+    "rows may be missing": Mutant("launch", " and shape[-1] >= rows:", ":"),
     "a negative token is one": Mutant("sampled", "if token_id >= 0 and (", "if ("),
     "any token is in the vocabulary": Mutant(
         "sampled", "(vocab_size is None or token_id < vocab_size)", "True"
@@ -366,8 +420,8 @@ MUTANTS = {
         "admission", "if value < -FLOAT32_MAX}", 'if value == -float("inf")}'
     ),
     # Log-probabilities
-    "logprobs of another row": Mutant("logprobs", "], logprobs[row],", "], logprobs[0],"),
-    "a rank of another row": Mutant("logprobs", "ranks[row])", "ranks[-1])"),
+    "logprobs of another row": Mutant("logprobs", "logprobs[step][row],", "logprobs[step][0],"),
+    "a rank of another row": Mutant("logprobs", "ranks[step][row])", "ranks[step][-1])"),
     "an alternative too few": Mutant("logprobs", "[: most + 1]", "[: most or 1]"),
     "an alternative too many": Mutant("logprobs", "[: most + 1]", "[: most + 2]"),
     "a rank too low": Mutant("logprobs", "*range(1, len(ids))", "*range(len(ids))"),
@@ -398,10 +452,10 @@ MUTANTS = {
         " iter(b.num_logprobs(frozenset()))})(),\n            self.model",
     ),
     "a piece of a prompt wants logprobs": Mutant(
-        "batch", "if state.failed or state.key in partial else", "if state.failed else"
+        "batch", "if state.ended or state.key in partial else", "if state.ended else"
     ),
     "a failed row wants logprobs": Mutant(
-        "batch", "if state.failed or state.key in partial else", "if state.key in partial else"
+        "batch", "if state.ended or state.key in partial else", "if state.key in partial else"
     ),
     "logprobs of nought are none": Mutant(
         "batch", "-1 if p.logprobs is None else p.logprobs", "p.logprobs or -1"

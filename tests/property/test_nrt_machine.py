@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import settings
 
-from neuron_streams._runtime.nrt.status import Status
 from tests.property.test_streams_machine import NativeMachine
-from tests.runtime.nrt.doubled import ABIS, DoubleRuntime
+from tests.runtime.nrt.doubled import ABIS, unsteady
 
 
 def on_the_double(version):
@@ -17,15 +14,7 @@ def on_the_double(version):
 
     class DoubledMachine(NativeMachine):
         def runtime_for(self, seed):
-            drawn = random.Random(seed)
-            runtime = DoubleRuntime(2, version, in_flight=drawn.randint(1, 5))
-            double = runtime.double
-            double.set_depth(drawn.randint(1, 4))
-            double.set_latency(0, drawn.choice([0, 100_000, 1_000_000]))
-            for device in range(2):
-                for unit in {double.read, double.write, double.copy, double.compute}:
-                    double.refuse(device, unit, 0, drawn.randint(0, 3), Status.QUEUE_FULL)
-            return runtime
+            return unsteady(version, seed)
 
     case = DoubledMachine.TestCase
     case.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

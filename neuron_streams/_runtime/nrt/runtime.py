@@ -108,7 +108,8 @@ class NrtRuntime(Progress):
         with self._lock:
             if not self._closed:
                 self._pump()
-        self._drop()
+        if self._spent:
+            self._drop()
         return super().submit(lane, command, after, wait)
 
     def completed(self, lane: int) -> int:
@@ -124,7 +125,8 @@ class NrtRuntime(Progress):
         if self.completed(ticket.lane) < ticket.value:
             self._refuse_wait_inside()
             self._wait(ticket, timeout)
-        self._drop()
+        if self._spent:
+            self._drop()
 
     def wait_for_room(self, lane: int) -> None:
         self._refuse_wait_inside()

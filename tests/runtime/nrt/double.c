@@ -176,7 +176,7 @@ static bool is_live(const void *object, int kind, const char *what)
 
 static request_t *in_flight(bool (*uses)(request_t *, const void *), const void *what)
 {
-    for (uint32_t c = 0; c < CORES; c++)
+    for (uint32_t c = 0; c < cores; c++)
         for (int x = 0; x < NRTA_XU_TYPE_NUM; x++)
             for (int q = 0; q < QUEUES; q++)
                 for (request_t *r = queues[c][x][q].first; r; r = r->next)
@@ -727,7 +727,7 @@ static void check_hazards(request_t *r)
 {
     static const char *said = "unit %d queue %d: scheduled to %s what request %ld of unit %d queue"
                               " %d %s, before the completion of that was observed";
-    for (uint32_t c = 0; c < CORES; c++)
+    for (uint32_t c = 0; c < cores; c++)
         for (int x = 0; x < NRTA_XU_TYPE_NUM; x++)
             for (int i = 0; i < QUEUES; i++) {
                 queue_t *q = &queues[c][x][i], *mine = r->queue;
@@ -792,7 +792,8 @@ static NRT_STATUS accept(queue_t *q, request_t *r, outcome_t *outcome, nrta_seq_
             pthread_create(&q->thread, NULL, serve, q);
             q->started = true;
         }
-        pthread_cond_signal(&q->work);
+        if (q->permits)
+            pthread_cond_signal(&q->work);
     }
     __atomic_clear(&q->entered, __ATOMIC_SEQ_CST);
     if (status)

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import hashlib
 import itertools
+import random
 import tempfile
 import traceback
 import weakref
@@ -26,6 +27,7 @@ from neuron_streams._runtime.nrt.model import Model, Neff
 from neuron_streams._runtime.nrt.queue import Request
 from neuron_streams._runtime.nrt.requests import Requests, Route, block_of
 from neuron_streams._runtime.nrt.runtime import NrtRuntime
+from neuron_streams._runtime.nrt.status import Status
 from neuron_streams._runtime.port import Kind, Payload
 from neuron_streams._runtime.program import load_on_cpu
 from neuron_streams.executable import Executable
@@ -305,6 +307,19 @@ def _run_hosted(number, inputs, outputs):
     inside.here = True
     model.failure = command.attempt(ticket)
     return EXECUTION_FAILED if model.failure is not None else 0
+
+
+def unsteady(abi, seed=0, devices=2, **how):
+    """A runtime on a double with small queues, which is late unevenly and refuses now and then."""
+    drawn = random.Random(seed)
+    runtime = DoubleRuntime(devices, abi, in_flight=drawn.randint(1, 5), **how)
+    double = runtime.double
+    double.set_depth(drawn.randint(1, 4))
+    double.set_latency(0, drawn.choice([0, 100_000, 500_000]))
+    for device in range(devices):
+        for unit in {double.read, double.write, double.copy, double.compute}:
+            double.refuse(device, unit, 0, drawn.randint(0, 3), Status.QUEUE_FULL)
+    return runtime
 
 
 class DoubleRuntime(NrtRuntime):

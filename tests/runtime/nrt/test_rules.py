@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import threading
 import weakref
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 
 from neuron_streams._runtime.nrt import notice
+from neuron_streams._runtime.nrt import runtime as runtime_module
 from neuron_streams._runtime.nrt.memory import Memory
 from neuron_streams._runtime.nrt.order import Order
 from neuron_streams._runtime.nrt.progress import Progress
@@ -272,6 +275,22 @@ def host_work(runtime):
     assert value_of(runtime, lane, y) == [1.0, 2.0]
 
 
+without_shared_queue = without_same_queue
+
+
+@rule("since the second ABI a copy follows a write on one queue", abis=("2.29", "2.30"))
+def shared_queue(runtime):
+    lane, x, y = runtime.open_lane(0), view_of(runtime, 2), view_of(runtime, 2)
+    out = zeros(2)
+    with runtime.double.held(runtime.double.copy, queue=lane % 2):
+        runtime.submit(lane, core().Copy(torch.ones(2), x))
+        runtime.submit(lane, core().Copy(x, y))
+        last = runtime.submit(lane, core().Copy(y, out))
+        assert scheduled(runtime) == 3
+    finish(runtime, last)
+    assert out.tolist() == [1.0, 1.0]
+
+
 # -- statuses, and room ----------------------------------------------------------------------
 
 
@@ -348,6 +367,43 @@ def status_at_completion(runtime):
     assert failure.error.status == Status.EXEC_BAD_INPUT
     assert failure.ticket == tickets[1][0]
     assert [buffer.failure for _, buffer in tickets] == [None, failure, None]
+
+
+def without_poison_behind(patch):
+    real = Progress._bring_back
+
+    def forgive(self, request, step, status, now):
+        blame = type("Command", (), {"blame": lambda self: None})()
+        step.command, kept = Blameless(step.command, blame), step.command
+        try:
+            real(self, request, step, status, now)
+        finally:
+            step.command = kept
+
+    patch(Progress, "_bring_back", forgive)
+
+
+class Blameless:
+    """A command that has read nothing poisoned."""
+
+    def __init__(self, command, other):
+        self._command, self.blame = command, other.blame
+
+    def __getattr__(self, name):
+        return getattr(self._command, name)
+
+
+@rule("what was queued behind a request that failed is of no use, though the hardware runs it")
+def poison_behind(runtime):
+    kernels, lane = Kernels(runtime), runtime.open_lane(0)
+    runtime.double.fail(0, runtime.double.compute, 0, 0, Status.EXEC_OOB)
+    with runtime.double.held(runtime.double.compute):
+        _, one = kernels.plus_one(lane, floats(runtime, 1.0, 2.0))
+        last, two = kernels.plus_one(lane, one)
+        assert scheduled(runtime) == 2
+    finish(runtime, last)
+    assert two.buffer.failure is not None
+    assert two.buffer.failure.error is one.buffer.failure.error
 
 
 def without_unrecoverable(patch):
@@ -559,6 +615,33 @@ def one_registration(runtime):
         for _ in range(3):
             last, _ = kernels.plus_one(lane, floats(runtime, 1.0, 2.0))
     finish(runtime, last)
+
+
+def without_looked_for(patch):
+    patch(notice.Polling, "wait", lambda self, timeout: self._poll(timeout))
+    patch(notice.Polling, "arm", lambda self, queue: None)
+    patch(runtime_module, "LOOK_AGAIN", None)
+
+
+@rule("completions are looked for where nothing signals them", abis=("2.29",))
+def looked_for(runtime):
+    kernels, lane = Kernels(runtime), runtime.open_lane(0)
+    with runtime.double.held(runtime.double.compute):
+        last, _ = kernels.plus_one(lane, floats(runtime, 1.0, 2.0))
+        threading.Timer(0.05, runtime.double.release, (0, runtime.double.compute, 0, -1)).start()
+        runtime.wait(last, 1)
+
+
+def without_closed_handles(patch):
+    patch(notice, "os", SimpleNamespace(**{**vars(os), "close": lambda fd: None}))
+
+
+@rule("completion handles are closed", abis=("2.28",))
+def closed_handles(runtime):
+    kernels, lane = Kernels(runtime), runtime.open_lane(0)
+    for _ in range(3):
+        finish(runtime, kernels.plus_one(lane, floats(runtime, 1.0, 2.0))[0])
+    runtime.close()
 
 
 def without_many_waiters(patch):
