@@ -44,6 +44,13 @@ def test_every_link_leads_somewhere(document: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+def test_a_source_distribution_has_what_the_readme_links_to() -> None:
+    settings = (ROOT / "pyproject.toml").read_text()
+    sdist = settings.split("[tool.hatch.build.targets.sdist]")[1].split("\n[")[0]
+    for link in re.findall(r"\]\(([\w-]+)[/)]", (ROOT / "README.md").read_text()):
+        assert f'"{link}"' in sdist, link
+
+
 def test_every_cited_document_and_section_is_there() -> None:
     sections = {}
     for document in DOCUMENTS:
