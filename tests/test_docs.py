@@ -76,6 +76,16 @@ def test_the_tests_of_the_decode_system_follow_its_sections() -> None:
     assert sorted(comments, key=order.index) == comments
 
 
+def test_every_setting_is_in_a_document() -> None:
+    found: set[str] = set()
+    for path in CITING:
+        if "neuron_streams" in path.relative_to(ROOT).parts:
+            found |= set(re.findall(r"NEURON_STREAMS_[A-Z_]*[A-Z]", path.read_text()))
+    assert len(found) > 10, "the settings are found"
+    documents = "".join(document.read_text() for document in DOCUMENTS)
+    assert {name for name in found if f"`{name}`" not in documents} == set()
+
+
 def rows() -> dict[str, set[str]]:
     """Of docs/reports.md: the tests that each row names, as `path::name`."""
     found = {}
