@@ -72,7 +72,7 @@ def median_of(runs: Sequence[Measured], what: Callable[[Measured], float]) -> fl
     return statistics.median(map(what, runs))
 
 
-# The seed's two claims, on the toy
+# The two claims of docs/async-decode.md, "Where it helps", on the toy
 
 
 def sweep(plan: Plan, found: Found) -> Iterator[Row]:

@@ -7,7 +7,7 @@ input, launch, keep the sampled tokens as a future, snapshot the ids, refill the
 Only the thread that calls `execute_model` writes the batch state. The output thread reads tokens
 and caches them; their write-back waits for the next guard, in launch order.
 
-Source: the seed, "Step-by-Step Flow" and "How Do We Break the Async Flow Safely?".
+Source: docs/async-decode.md, "The asynchronous step", "The guard" and "The swap decision".
 """
 
 from __future__ import annotations

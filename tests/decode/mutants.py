@@ -24,7 +24,16 @@ SCRIPTS = 32
 TIMEOUT = 120.0
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "neuron_streams" / "decode"
-TESTS = ("gather", "failures", "preemption", "reports", "seed", "scheduler", "runner", "output")
+TESTS = (
+    "gather",
+    "failures",
+    "preemption",
+    "reports",
+    "async_decode",
+    "scheduler",
+    "runner",
+    "output",
+)
 TESTS = (*TESTS, "loop", "batch", "request", "sampling_params", "admission", "logprobs")
 TESTS = (
     *TESTS,
