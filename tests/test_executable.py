@@ -336,7 +336,7 @@ def test_memory_of_an_executable_that_nothing_names_is_let_go():
 
     handle = Watched()
     gone = weakref.ref(handle)
-    loaded = core().Loaded("watched", [], [(torch.float32, (2,), (1,))], [], 0, handle, False)
+    loaded = core().Loaded("watched", [], [(torch.float32, (2,), (1,))], [], 0, handle)
     with Gate():
         (x,) = loaded.call([])
         del loaded, handle
