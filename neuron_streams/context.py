@@ -31,7 +31,7 @@ from neuron_streams._runtime.port import (
     Runtime,
     Ticket,
 )
-from neuron_streams._torch import before_use
+from neuron_streams._torch import before_use, distributed, dlpack
 from neuron_streams.errors import AcceleratorError
 
 __all__ = [
@@ -133,16 +133,7 @@ def _load() -> Any:
             made.bind(context, Ticket, raise_first, _say_on_host, cancelled, _exit, forked)
             _dynamo.prepare()
             _core = made
-            _prepare_torch()
     return _core
-
-
-def _prepare_torch() -> None:
-    """What torch must know of the device besides its backend."""
-    from neuron_streams._torch import distributed, dlpack  # not at import: half of torch
-
-    dlpack.register()
-    distributed.register(lazy_call, core)
 
 
 def context() -> Context:
@@ -234,6 +225,8 @@ def register_name(module: Any) -> None:
     torch._register_device_module("neuron", module)  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
     before_use.register(lazy_call)
+    dlpack.register()
+    distributed.register(lazy_call, core)
 
 
 def has_name() -> bool:

@@ -1,37 +1,30 @@
-"""What torch asks of an accelerator before its first use, and has no answer to without a backend.
+"""What torch asks of a device that has a name and no backend yet, and answers with an error.
 
-`torch._C._get_accelerator` raises as soon as the device has a name, until C++ has registered the
-rest: with it would fail programs that stay on the host, at `init_process_group` and `barrier`. So
-it is answered here from the import to the first use, which gives torch its own function back.
+A name alone makes `torch._C._get_accelerator` raise, and with it `torch.distributed.barrier` on the
+host's tensors and `torch.get_device_module()`. So it is answered here until the first use.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 __all__ = ["register"]
 
-_GROUPS = "torch.distributed.distributed_c10d"
-
 
 def register(lazy_call: Callable[[Callable[[], object]], object]) -> None:
-    """Have the question answered until the first use. Host: returns at once, starts nothing.
+    """Have torch's question about the accelerator answered until the first use. Starts nothing.
 
     Args:
         lazy_call: calls a function at the first use of the device.
     """
-    asked = torch._C._get_accelerator
+    asked = getattr(torch._C, "_get_accelerator", None)
+    if asked is None:
+        return
 
-    @functools.wraps(asked)
-    def _get_accelerator(*args: Any) -> torch.device:
-        # A process group serves the host until then, and from then on the device, too.
-        on_host = sys._getframe(1).f_globals.get("__name__") == _GROUPS
-        return torch.device("cpu" if on_host else "neuron")
+    def _get_accelerator(check: bool | None = None) -> torch.device:
+        return torch.device("neuron")
 
-    torch._C._get_accelerator = _get_accelerator  # type: ignore[assignment]
+    torch._C._get_accelerator = _get_accelerator
     lazy_call(lambda: setattr(torch._C, "_get_accelerator", asked))
