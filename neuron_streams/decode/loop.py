@@ -163,6 +163,8 @@ class DecodeLoop:
             arrived_at=arrived_at,
         )
         with self._life.changing("admitting a request"):
+            if not (self.scheduler.has_work or self.batch_queue):
+                self.stats.device_times.rest()
             self.scheduler.admit(request)
 
     def abort_request(self, request_id: str) -> bool:
