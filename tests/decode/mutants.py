@@ -24,10 +24,27 @@ SCRIPTS = 32
 TIMEOUT = 120.0
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "neuron_streams" / "decode"
-TESTS = ("gather", "failures", "preemption", "reports", "async_decode", "scheduler", "runner")
-TESTS = (*TESTS, "output", "loop", "batch", "request", "sampling_params", "admission", "logprobs")
-TESTS = (*TESTS, "capacity", "request_queue", "sampling_reports", "policy", "windows")
-TESTS = (*TESTS, "device_times", "stats")
+TESTS = (
+    "gather",
+    "failures",
+    "preemption",
+    "reports",
+    "async_decode",
+    "scheduler",
+    "runner",
+    "output",
+)
+TESTS = (*TESTS, "loop", "batch", "request", "sampling_params", "admission", "logprobs")
+TESTS = (
+    *TESTS,
+    "capacity",
+    "request_queue",
+    "sampling_reports",
+    "policy",
+    "windows",
+    "device_times",
+    "stats",
+)
 TESTS = (
     *TESTS,
     "outbox",
