@@ -48,7 +48,7 @@ def _drops_nothing(node: fx.Node) -> bool:
     if "dropout_p" not in names:
         return False
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return given.get("dropout_p", 0.0) == 0.0
+    return bool(given.get("dropout_p", 0.0) == 0.0)
 
 
 def _with_generator(target: torch._ops.OpOverload) -> torch._ops.OpOverload:
