@@ -766,6 +766,7 @@ extern "C" NS_EXPORT PyObject* PyInit__neuron() {
     add_ports(module.get());
     add_streams(module.get());
     register_operators();
+    look_at_autograd();
     return module.release();
   } catch (...) {
     bind::set_error();

@@ -139,8 +139,9 @@ void check_sync();
 
 void synchronize_device(int device);
 
-// Gives autograd threads for the devices where it has counted none.
+// Gives autograd threads for the devices where it had counted none when the extension was loaded.
 void start_autograd_threads();
+void look_at_autograd(); // then
 
 // Calls what watches submissions, before (without a ticket) and after.
 void watch_submission(StreamState&, const CommandPtr&, Ticket, const std::vector<Ticket>& after);
