@@ -31,6 +31,7 @@ from neuron_streams._runtime.port import (
     Runtime,
     Ticket,
 )
+from neuron_streams._torch import before_use, distributed, dlpack
 from neuron_streams.errors import AcceleratorError
 
 __all__ = [
@@ -62,9 +63,11 @@ class Context:
         self.blocking = _switched_on("NEURON_LAUNCH_BLOCKING")
         self.tracing = _switched_on("NEURON_STREAMS_TRACE_SUBMISSIONS")
         self.logging = log.isEnabledFor(logging.DEBUG)
-        port.implicit_waits = _switched_on("NEURON_STREAMS_IMPLICIT_WAITS", default="1")
+        wanted = _switched_on("NEURON_STREAMS_IMPLICIT_WAITS", default="1")
+        port.implicit_waits = wanted or getattr(runtime, "needs_implicit_waits", False)
         port.fills_unfinished = _switched_on("NEURON_STREAMS_FILL_UNFINISHED")
-        self.memory = _capacity()
+        port.host_operators = _switched_on("NEURON_STREAMS_HOST_OPERATORS")
+        self.memory = _capacity(runtime)
         for device in range(self.count):
             port.set_capacity(device, self.memory)
         if self.blocking or self.tracing or self.logging:
@@ -90,10 +93,13 @@ def _switched_on(name: str, default: str = "0") -> bool:
     return os.environ.get(name, default).strip() not in ("", "0")
 
 
-def _capacity() -> int:
-    """Bytes of a device: NEURON_STREAMS_MEMORY, else what the host has."""
+def _capacity(runtime: Runtime) -> int:
+    """Bytes of a device: NEURON_STREAMS_MEMORY, else its own, or where it has none the host's."""
     text = os.environ.get("NEURON_STREAMS_MEMORY", "").strip()
     if not text:
+        if hasattr(runtime, "memory_info"):
+            total: int = runtime.memory_info(0)[1]
+            return total
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if not text.isdigit() or int(text) == 0:
         raise ValueError(
@@ -132,16 +138,7 @@ def _load() -> Any:
             made.bind(context, Ticket, raise_first, _say_on_host, cancelled, _exit, forked)
             _dynamo.prepare()
             _core = made
-            _prepare_torch()
     return _core
-
-
-def _prepare_torch() -> None:
-    """What torch must know of the device besides its backend."""
-    from neuron_streams._torch import distributed, dlpack  # not at import: half of torch
-
-    dlpack.register()
-    distributed.register(lazy_call, core)
 
 
 def context() -> Context:
@@ -232,6 +229,9 @@ def register_name(module: Any) -> None:
     backend_registration.rename_privateuse1_backend("neuron")
     torch._register_device_module("neuron", module)  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
+    before_use.register(lazy_call)
+    dlpack.register()
+    distributed.register(lazy_call, core)
 
 
 def has_name() -> bool:

@@ -71,10 +71,12 @@ EXTENSION = Library(
         (
             "window",
             "copy",
+            "staging",
             "shape",
             "operator",
             "autocast",
             "attention",
+            "recurrent",
             "random",
             "execute",
             "collective",

@@ -2,6 +2,7 @@
 
 csrc/           the C++ extension
 c10d/           the C++ backend of process groups, a library of its own
+before_use.py   what torch asks before the first use
 distributed.py  process groups take device tensors
 dlpack.py       other libraries of the process do
 """

@@ -48,9 +48,6 @@ def register(lazy_call: LazyCall, core: Core) -> None:
         return group, store
 
     c10d._new_process_group_helper = begin_with_device
-    for group, (name, store) in list(c10d._world.pg_map.items()):  # made before the first use
-        if name == "gloo" and isinstance(group, dist.ProcessGroup):
-            _connect(group, store, lazy_call, core)
 
 
 def _is_gloo(group: Any) -> bool:
@@ -62,7 +59,7 @@ def _is_gloo(group: Any) -> bool:
 def _connect(group: Any, store: Any, lazy_call: LazyCall, core: Core) -> None:
     c10d: Any = dist.distributed_c10d
     place, kind = torch.device("neuron"), c10d.ProcessGroup.BackendType
-    plain = group._get_backend(place if place in group._device_types else torch.device("cpu"))
+    plain = group._get_backend(place)
     if torch.device("cpu") not in group._device_types:  # the default of a program that names none
         group._register_backend(torch.device("cpu"), kind.GLOO, plain)
     _waiting[group] = c10d.ProcessGroupGloo(

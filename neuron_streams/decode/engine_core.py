@@ -350,7 +350,7 @@ class EngineCore:
     def _hold_back(self, live: _Live) -> None:
         """Pause a request whose queue has no room for what is in flight and a token more."""
         request_id = live.queue.request_id
-        in_flight = self.loop.scheduler.num_output_placeholders(request_id)
+        in_flight = self.loop.scheduler.num_outputs_in_flight(request_id)
         paused = live.queue.hold(in_flight) or live.asked_to_pause
         if paused != live.paused:
             live.paused = paused

@@ -227,12 +227,13 @@ class StreamsMachine(RuleBasedStateMachine):
 
     def operate(self, lane: Lane, reads: list[Value], written: Value | None) -> Work:
         """Order an operator and note it; `written` it overwrites or updates."""
+        before = [value.clock for value in (*reads, *([written] if written else []))]
         if not self.implicit:
-            self.order(lane, *(r.clock for r in reads))
+            self.order(lane, *before)
         if written is not None:
-            self.order(lane, written.clock, *written.uses)
+            self.order(lane, *written.uses)
         index = len(lane.commands) + 1
-        lane.clock = join(lane.clock, *(r.clock for r in reads), {lane.number: index})
+        lane.clock = join(lane.clock, *before, {lane.number: index})
         poisoned = any(r.now is None for r in reads)
         for read in reads:
             read.uses.append(lane.clock)

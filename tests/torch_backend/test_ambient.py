@@ -26,6 +26,9 @@ def test_fork_rng(options):
     assert torch.equal(torch.rand(2), expected) == options.get("enabled", True)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*reports that you have 2 available devices"
+)  # once, as on CUDA
 def test_fork_rng_of_the_device():
     if DEVICE == "cpu":
         pytest.skip("the CPU has no such argument")

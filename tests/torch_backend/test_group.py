@@ -116,6 +116,7 @@ def test_a_barrier_holds_the_host_until_the_streams_are_there(ranks):
     passed = threading.Event()
 
     def wait():
+        neuron_streams.set_device(1)  # on the stream of rank 0 it would follow what waits for it
         ranks[1].barrier().wait()
         passed.set()
 
@@ -224,6 +225,9 @@ CHILDREN = {name: CONNECT + text for name, text in CHILDREN.items()} | {
     name: HOST_ONLY + text
     for name, text in {
         "groups of a program without a device compile nothing and go away": """
+first = torch.nn.Parameter(torch.ones(2))
+first.sum().backward()
+torch.optim.Adam([first]).step()  # torch keeps the group that exists at its first step
 for _ in range(3):
     begin("gloo")
     x = torch.ones(2)

@@ -55,6 +55,18 @@ def test_a_wait_costs_no_command_until_the_stream_is_asked(runtime, stream):
     assert runtime.submitted(stream._state.lane) == 1, "what has completed is not waited for"
 
 
+def test_a_write_follows_an_unfinished_write_of_another_stream(runtime, stream):
+    other = neuron_streams.Stream()
+    with Gate(other):
+        with neuron_streams.stream(other):
+            x = torch.zeros(4, device="neuron")
+        with neuron_streams.stream(stream):
+            x[:2].copy_(torch.full((2,), 5.0).pin_memory(), non_blocking=True)
+            x[2:].fill_(7.0)
+        assert not stream.query()
+    assert x.tolist() == [5.0, 5.0, 7.0, 7.0]
+
+
 MOST_WAITS = 64  # csrc/stream.cpp
 
 

@@ -1,6 +1,5 @@
 // Autograd's threads. Torch counts the devices at the first backward of a process, which may come
-// before the extension is there. Any later one counts ours, and starts the runtime where none has
-// been: inside of that there is nothing to start, or each device would have two threads.
+// before the first use of this one.
 #include "stream.h"
 
 #include <torch/csrc/autograd/engine.h>
@@ -15,19 +14,22 @@ struct Engine : torch::autograd::Engine { // opens what is protected
   using torch::autograd::Engine::thread_pool_shared_;
 };
 
-std::atomic<bool> counted_without_us{false};
+bool engine_has_started() {
+  return bool(torch::autograd::Engine::get_default_engine().*(&Engine::thread_pool_shared_));
+}
+
+// Whether the engine counted devices without those of this one: before the extension was loaded, or
+// when the runtime did not start. Else it asks the guard when it starts, which starts the runtime.
+std::atomic<bool> uncounted{engine_has_started()};
 
 } // namespace
 
-void look_at_autograd() {
-  torch::autograd::Engine& engine = torch::autograd::Engine::get_default_engine();
-  counted_without_us = bool(engine.*(&Engine::thread_pool_shared_)) &&
-      (engine.*(&Engine::device_ready_queues_)).empty();
-}
+void note_uncounted() { uncounted = true; }
 
 void start_autograd_threads() {
-  if (!counted_without_us.exchange(false)) return;
+  if (!uncounted.exchange(false) || !engine_has_started()) return;
   torch::autograd::Engine& engine = torch::autograd::Engine::get_default_engine();
+  if (!(engine.*(&Engine::device_ready_queues_)).empty()) return;
   WithoutGil free; // each thread takes it once as it starts
   (engine.*(&Engine::start_device_threads))();
 }

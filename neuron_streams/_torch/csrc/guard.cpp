@@ -35,6 +35,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     try {
       return static_cast<c10::DeviceIndex>(port()->devices);
     } catch (...) {
+      note_uncounted();
       return 0;
     }
   }

@@ -224,10 +224,14 @@ void say_on_host(const char* name) {
   call(callbacks().say_on_host, name);
 }
 
-std::vector<at::Tensor> run_in_python(PyObject* handle, const std::vector<at::Tensor>& inputs) {
+std::vector<at::Tensor> run_in_python(
+    PyObject* handle, const std::vector<at::Tensor>& inputs, const at::Generator& numbers) {
   WithGil gil;
   try {
-    return From<std::vector<at::Tensor>>::load(call_method(handle, "run", inputs).get());
+    const Ref made = numbers.defined()
+        ? call_method(handle, "run", inputs, THPGenerator_Wrap(numbers))
+        : call_method(handle, "run", inputs);
+    return From<std::vector<at::Tensor>>::load(made.get());
   } catch (python_error& error) {
     error.restore();
     std::rethrow_exception(raised(taken_error().get()));
@@ -364,8 +368,9 @@ using LoadedPtr = std::shared_ptr<const Loaded>;
 
 LoadedPtr load(
     const std::string& name, PyObject* inputs, PyObject* outputs, std::vector<size_t> mutated,
-    uintptr_t program, PyObject* handle) {
+    uintptr_t program, PyObject* handle, std::optional<bool> draws) {
   auto made = std::make_shared<Loaded>();
+  made->draws = draws.value_or(false);
   made->name = intern(name);
   made->inputs = forms_of(inputs);
   made->outputs = forms_of(outputs);
@@ -549,6 +554,9 @@ void add_ports(PyObject* m) {
        property<
            [](PortPtr& p) { return p->fills_unfinished; },
            [](PortPtr& p, bool on) { p->fills_unfinished = on; }>("fills_unfinished"),
+       property<
+           [](PortPtr& p) { return p->host_operators; },
+           [](PortPtr& p, bool on) { p->host_operators = on; }>("host_operators"),
        property<[](PortPtr& p) { return native(p).in_flight.load(); }>("in_flight")});
 }
 
@@ -556,17 +564,28 @@ Ledger& ledger_of(int device) {
   return device < 0 ? pinned_ledger() : *port()->ledgers.at(static_cast<size_t>(device));
 }
 
-PyObject* metrics_of(const Count& c) {
+PyObject* metrics_of(const std::array<int64_t, 4>& c) {
   return Py_BuildValue(
-      "{s:L,s:L,s:L,s:L}", "current", (long long)c.current, "peak", (long long)c.peak, "allocated",
-      (long long)c.allocated, "freed", (long long)c.freed);
+      "{s:L,s:L,s:L,s:L}", "current", (long long)c[0], "peak", (long long)c[1], "allocated",
+      (long long)c[2], "freed", (long long)c[3]);
 }
 
 PyObject* counts(int device) {
   const Ledger& ledger = ledger_of(device);
+  Reserved reserved{ledger.number.values(), ledger.bytes.values()};
+  if (device >= 0)
+    if (const auto found = port()->reserved(device)) reserved = *found;
   return Py_BuildValue(
-      "{s:N,s:N,s:L,s:L}", "number", metrics_of(ledger.number), "bytes", metrics_of(ledger.bytes),
-      "retries", (long long)ledger.retries, "refusals", (long long)ledger.refusals);
+      "{s:N,s:N,s:N,s:N,s:L,s:L}", "number", metrics_of(ledger.number.values()), "bytes",
+      metrics_of(ledger.bytes.values()), "segments", metrics_of(reserved.number), "reserved",
+      metrics_of(reserved.bytes), "retries", (long long)ledger.retries, "refusals",
+      (long long)ledger.refusals);
+}
+
+PyObject* memory_info(int device) {
+  auto* memory = static_cast<c10::DeviceAllocator*>(c10::GetAllocator(kDevice));
+  const auto [free, total] = memory->getMemoryInfo(static_cast<c10::DeviceIndex>(device));
+  return Py_BuildValue("LL", (long long)free, (long long)total);
 }
 
 void reset_counts(int device, bool peak, bool accumulated) {
@@ -575,6 +594,7 @@ void reset_counts(int device, bool peak, bool accumulated) {
     if (peak) count->peak = count->current.load();
     if (accumulated) count->allocated = count->freed = 0;
   }
+  if (device >= 0) port()->reset_reserved(device, peak, accumulated);
 }
 
 // -- streams ------------------------------------------------------------------------------------
@@ -731,6 +751,8 @@ PyMethodDef functions[] = {
     function<buffer_object>("buffer_of"),
     function<counts>("counts"),
     function<reset_counts>("reset_counts"),
+    function<memory_info>("memory_info"),
+    function<[] { port()->empty_cache(); }>("empty_cache"),
     function<[] {
       Ref list(PyList_New(0));
       for (const auto& [name, count] : host_operators())
@@ -766,7 +788,6 @@ extern "C" NS_EXPORT PyObject* PyInit__neuron() {
     add_ports(module.get());
     add_streams(module.get());
     register_operators();
-    look_at_autograd();
     return module.release();
   } catch (...) {
     bind::set_error();

@@ -43,12 +43,15 @@ Ticket StreamState::try_submit(const CommandPtr& command, std::vector<Ticket>& a
   Held held(lock_);
   after = waits_;
   const size_t waits = after.size();
-  for (const BufferPtr& buffer : command->reads) {
-    buffer->named.store(true, std::memory_order_relaxed);
-    const Ticket writer = buffer->writer();
-    const bool elsewhere = writer.lane != 0 && writer.lane != lane;
-    if (elsewhere && port->implicit_waits && !port->done(writer)) after.push_back(writer);
-  }
+  // A buffer remembers its last writer only. So a write on another lane follows the one before it:
+  // otherwise the buffer would count as complete while the earlier write still changes it.
+  for (const auto* used : {&command->reads, &command->mutated})
+    for (const BufferPtr& buffer : *used) {
+      buffer->named.store(true, std::memory_order_relaxed);
+      const Ticket writer = buffer->writer();
+      const bool elsewhere = writer.lane != 0 && writer.lane != lane;
+      if (elsewhere && port->implicit_waits && !port->done(writer)) after.push_back(writer);
+    }
   const Ticket ticket = append(command, after, waits);
   if (ticket.value == kFull) return ticket;
   for (const auto* written : {&command->outputs, &command->mutated})
