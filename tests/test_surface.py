@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import operator
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -147,6 +150,24 @@ def test_what_is_absent_says_what_to_use(row):
         getattr(holder, row.name)
     assert row.note in str(caught.value) or row.space == "torch.neuron"
     assert isinstance(caught.value, UnsupportedError)
+
+
+@pytest.mark.parametrize("row", ABSENT, ids=by_name)
+def test_what_to_use_instead_is_there(row):
+    for path in re.findall(r"neuron_streams((?:\.\w+)+)", row.note):
+        found = operator.attrgetter(path[1:])(neuron_streams)
+        # A module is a module: `neuron_streams.stream`, say, is a file and the name of a function.
+        assert callable(found) or sys.modules.get(f"neuron_streams{path}") is found, path
+
+
+def test_the_module_of_streams_is_replaced_by_what_it_holds():
+    names = "Stream", "Event", "ExternalStream"
+    with pytest.raises(AbsentError) as caught:
+        _ = neuron_streams.streams
+    for name in names:
+        assert f"neuron_streams.{name}" in str(caught.value)
+        assert isinstance(getattr(neuron_streams, name), type)
+        assert hasattr(torch.cuda.streams, name)
 
 
 def test_absent_methods_raise_on_objects():

@@ -154,6 +154,18 @@ def test_hooks_run_and_their_errors_are_raised():
     assert x.grad.tolist() == [5.0, 5.0, 5.0]
 
 
+def test_an_address_tells_whether_tensors_share_memory():
+    x, y = torch.ones(4, device=DEVICE), torch.ones(4, device=DEVICE)
+    assert len({0, x.data_ptr(), y.data_ptr()}) == 3
+    assert x[1:].data_ptr() == x.data_ptr() + x.element_size()
+    assert x.view(2, 2).t().data_ptr() == x.detach().data_ptr() == x.data_ptr()
+    assert (x + 0).data_ptr() not in (x.data_ptr(), y.data_ptr())
+    assert x.add_(1).data_ptr() == x.data_ptr()
+    assert torch._C._is_alias_of(x[1:], x)
+    assert not torch._C._is_alias_of(x, y)
+    assert torch._C._overlaps(x[1:3], x[2:])
+
+
 def test_gradients_accumulate_in_one_leaf():
     x = torch.ones(2, device=DEVICE, requires_grad=True)
     for _ in range(3):

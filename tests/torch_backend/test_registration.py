@@ -157,6 +157,68 @@ assert not torch.cuda.is_available()
 }
 
 
+# One thread of autograd for each device, whenever torch counts them.
+COUNTED = """
+import pathlib
+def autograds():
+    names = [p.read_text().strip() for p in pathlib.Path("/proc/self/task").glob("*/comm")]
+    return sorted(name for name in names if name.startswith("pt_autograd"))
+def backward(device):
+    x = torch.ones(2, requires_grad=True, device=device)
+    x.sum().backward()
+    assert x.grad.tolist() == [1.0, 1.0]
+SCRIPT
+backward("neuron:1")
+backward("cpu")
+assert autograds() == ["pt_autograd_0", "pt_autograd_1"], autograds()
+"""
+AFTER_IMPORT |= {
+    name: COUNTED.replace("SCRIPT", script)
+    for name, script in {
+        "a backward of the host before the import": """
+backward("cpu")
+import neuron_streams
+""",
+        "a backward of the host before the first use": """
+import neuron_streams
+backward("cpu")
+""",
+        "a backward of the host starts the runtime": """
+import neuron_streams
+neuron_streams.context.core()
+backward("cpu")
+""",
+        "a backward of the device is the first": """
+import neuron_streams
+""",
+    }.items()
+}
+
+# Whatever is called first, the device is there.
+FIRST = {
+    "is_available()": "assert neuron_streams.is_available()",
+    "device_count()": "assert neuron_streams.device_count() == 2",
+    "empty_cache()": "neuron_streams.empty_cache()",
+    "Event()": "neuron_streams.Event().record()",
+    "Stream()": "neuron_streams.Stream().synchronize()",
+    "current_device()": "assert neuron_streams.current_device() == 0",
+    "synchronize()": "neuron_streams.synchronize()",
+    "manual_seed(3)": "neuron_streams.manual_seed(3)",
+    "memory_allocated()": "assert neuron_streams.memory_allocated() == 0",
+    "get_device_name()": "assert neuron_streams.get_device_name()",
+    "torch.accelerator": "assert torch.accelerator.is_available()",
+}
+AFTER_IMPORT |= {
+    f"{name} comes first": f"""
+import neuron_streams
+{call}
+x = torch.ones(2, device="neuron")
+assert x.data_ptr() and (x + 1).tolist() == [2.0, 2.0] and x.device == torch.device("neuron:0")
+"""
+    for name, call in FIRST.items()
+}
+
+
 @pytest.fixture(scope="module")
 def ended():
     prelude = "import os\nimport sys\nimport torch\nbefore = len(os.listdir('/proc/self/task'))\n"

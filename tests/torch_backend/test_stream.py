@@ -179,3 +179,37 @@ def test_a_lane_of_another_library_is_asked_each_time(runtime):
     event.synchronize()
     del stream, event
     assert lane in runtime.lanes(0), "its owner closes it"
+
+
+def test_backward_runs_on_the_streams_and_devices_of_the_forward_pass(runtime):
+    streams = [neuron_streams.default_stream(i) for i in range(2)]
+    streams += [neuron_streams.Stream(device=i % 2) for i in range(4)]
+    leaves = [torch.ones(2, device=s.device, requires_grad=True) for s in streams[2:]]
+    for one, stream, device in zip(leaves, streams[2:], (0, 1, 0, 1), strict=True):
+        with stream:
+            assert stream.device.index == device
+            loss = (one * 2).sum()
+        runtime.run()
+        before = [runtime.submitted(s._state.lane) for s in streams]
+        loss.backward()  # from the default stream of the default device
+        after = [runtime.submitted(s._state.lane) for s in streams]
+        busy = {i for i in range(len(streams)) if after[i] > before[i] and i >= 2}
+        assert busy == {streams.index(stream)}
+        assert neuron_streams.current_device() == 0
+        assert neuron_streams.current_stream() == streams[0]
+        assert one.grad.device == stream.device
+        assert one.grad.tolist() == [2.0, 2.0]
+
+
+def test_what_follows_a_backward_on_the_ambient_stream_waits_for_it(runtime):
+    side = neuron_streams.Stream()
+    x = torch.ones(2, device="neuron", requires_grad=True)
+    side.wait_stream(neuron_streams.current_stream())
+    with side:
+        loss = (x * 2).sum()
+    with Gate(side):
+        loss.backward()
+        done = neuron_streams.current_stream().record_event()
+        assert not done.query()
+    done.synchronize()
+    assert x.grad.tolist() == [2.0, 2.0]
