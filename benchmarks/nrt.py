@@ -135,17 +135,25 @@ def rows_of_waiters(abi: str) -> Iterator[Row]:
         for _ in range(TURNS):
             double.hold(0, double.compute, 0)
             before = double.count("registered") + double.count("handles")
-            ticket, awake = steps.step(), list[float]()
+            ticket, awake, all_are = steps.step(), list[float](), threading.Lock()
+            all_are.acquire()
 
-            def wait(ticket: Ticket = ticket, awake: list[float] = awake) -> None:
+            def wait(
+                ticket: Ticket = ticket, awake: list[float] = awake, all_are: Any = all_are
+            ) -> None:
                 runtime.wait(ticket)
                 awake.append(time.monotonic())
+                with all_are:  # or the others would wait for this thread's end as well
+                    pass
 
             threads = [threading.Thread(target=wait) for _ in range(WAITERS)]
             for thread in threads:
                 thread.start()
             time.sleep(0.01)
             double.release(0, double.compute, 0, -1)
+            while len(awake) < WAITERS:
+                time.sleep(0.001)
+            all_are.release()
             for thread in threads:
                 thread.join()
             late.append((max(awake) - double.history()[-1].ended) * 1e3)

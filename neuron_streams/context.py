@@ -63,9 +63,11 @@ class Context:
         self.blocking = _switched_on("NEURON_LAUNCH_BLOCKING")
         self.tracing = _switched_on("NEURON_STREAMS_TRACE_SUBMISSIONS")
         self.logging = log.isEnabledFor(logging.DEBUG)
-        port.implicit_waits = _switched_on("NEURON_STREAMS_IMPLICIT_WAITS", default="1")
+        wanted = _switched_on("NEURON_STREAMS_IMPLICIT_WAITS", default="1")
+        port.implicit_waits = wanted or getattr(runtime, "needs_implicit_waits", False)
         port.fills_unfinished = _switched_on("NEURON_STREAMS_FILL_UNFINISHED")
-        self.memory = _capacity()
+        port.host_operators = _switched_on("NEURON_STREAMS_HOST_OPERATORS")
+        self.memory = _capacity(runtime)
         for device in range(self.count):
             port.set_capacity(device, self.memory)
         if self.blocking or self.tracing or self.logging:
@@ -91,10 +93,13 @@ def _switched_on(name: str, default: str = "0") -> bool:
     return os.environ.get(name, default).strip() not in ("", "0")
 
 
-def _capacity() -> int:
-    """Bytes of a device: NEURON_STREAMS_MEMORY, else what the host has."""
+def _capacity(runtime: Runtime) -> int:
+    """Bytes of a device: NEURON_STREAMS_MEMORY, else its own, or where it has none the host's."""
     text = os.environ.get("NEURON_STREAMS_MEMORY", "").strip()
     if not text:
+        if hasattr(runtime, "memory_info"):
+            total: int = runtime.memory_info(0)[1]
+            return total
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if not text.isdigit() or int(text) == 0:
         raise ValueError(

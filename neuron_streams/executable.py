@@ -23,6 +23,7 @@ from neuron_streams.context import context, core
 __all__ = ["Executable", "TensorSpec", "compile"]
 
 Tensors: TypeAlias = "Sequence[torch.Tensor] | Mapping[str, torch.Tensor]"
+Described: TypeAlias = "Mapping[str, torch.Tensor]"
 _TARGETS = {"program": "cpu", "exported": "exported"}
 
 
@@ -47,8 +48,10 @@ def compile(  # noqa: A001  (torch spells it so)
             their shapes and dtypes count.
         mutates: the names of the inputs that the function updates in place, such as a KV cache.
         name: for errors, logs and traces; the function's own when None.
-        target: `"cpu"` (compiled libraries), `"exported"` (the graph, run by Python) or `"neuron"`;
-            None takes the best there is.
+        target: `"cpu"` (compiled libraries), `"exported"` (the graph, run by Python) or a kind of
+            Neuron core (`"trn1"`, `"trn1n"`, `"trn2"`, `"trn3"`, `"inf2"`), for which the compilers
+            of AWS make a NEFF, in a process of their own, with `NEURON_STREAMS_NEURONX_PYTHON` or
+            this Python; None takes that of the device in use, or the best there is on a CPU.
 
     Raises:
         ValueError: `mutates` does not fit what the function does, it depends on values of tensors,
@@ -108,7 +111,9 @@ class Executable:
 
     @property
     def target(self) -> str:
-        """`"cpu"` for compiled libraries, `"exported"` for a graph run by Python."""
+        """What `compile` calls a target; `"neuron"` where a NEFF does not say for which core."""
+        if self._payload.format == "neff":
+            return str(self._payload.content.target)
         return _TARGETS[self._payload.format]
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
@@ -203,16 +208,40 @@ class Executable:
         archive.write(path, self._signature, self._payload)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read one that `save` wrote. It is code: load only what you trust.
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        inputs: Described | None = None,
+        outputs: Described | None = None,
+        aliases: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Read one that `save` wrote, or any NEFF. It is code: load only what you trust.
+
+        A NEFF needs to be described, since it does not say all that a call must know.
+
+        Args:
+            inputs: of a NEFF: a tensor like each that it takes, in the order of a call, under the
+                name that the compiler gave it. Only shapes and dtypes count; meta tensors will do.
+            outputs: the same of what it makes.
+            aliases: the output that each input is updated through, by name, as it was compiled
+                with: both are one tensor, so `outputs` need not have it.
 
         Raises:
-            ValueError: the file is damaged or foreign, or made for another processor or torch.
+            ValueError: the file is damaged or foreign, or made for another processor or torch. The
+                description of a NEFF is held against it when it is loaded on a device, at the
+                first call.
             OSError: the file cannot be read, or the cache folder cannot be used.
+
+        Example:
+            >>> x = torch.empty(4, device="meta")
+            >>> step = Executable.load("step.neff", inputs={"x": x}, outputs={"y": x})
 
         Host: waits for the disk.
         """
-        return cls(*archive.read(path))
+        if inputs is None and outputs is None and aliases is None:
+            return cls(*archive.read(path))
+        return cls(*archive.read_neff(path, inputs or {}, outputs or {}, aliases or {}))
 
     def __repr__(self) -> str:
         inputs, outputs = (", ".join(map(str, specs)) for specs in (self.inputs, self.outputs))

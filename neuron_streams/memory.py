@@ -1,7 +1,8 @@
 """Memory of devices and pinned memory, spelled as in torch.cuda: real counts of live buffers.
 
-A buffer lives as long as a tensor shows it or a pending command names it. Because nothing is
-cached, reserved is allocated.
+A buffer lives as long as a tensor shows it or a pending command names it. Where the CPU plays the
+device nothing is cached, so reserved is allocated; memory of a Neuron core is cached when it comes
+back.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from neuron_streams._runtime import process
 from neuron_streams.context import DeviceLike, context, core, index_of
 
 __all__ = [
@@ -52,6 +54,8 @@ def memory_stats_as_nested_dict(device: DeviceLike = None) -> dict[str, Any]:
     counts = _counts(index_of(device))
     found: dict[str, Any] = {name: {"all": dict(counts["number"])} for name in _NUMBERS}
     found.update({name: {"all": dict(counts["bytes"])} for name in _BYTES})
+    found["segment"] = {"all": dict(counts["segments"])}
+    found["reserved_bytes"] = {"all": dict(counts["reserved"])}
     found.update(num_alloc_retries=counts["retries"], num_ooms=counts["refusals"])
     return found
 
@@ -89,13 +93,18 @@ def max_memory_allocated(device: DeviceLike = None) -> int:
 
 
 def memory_reserved(device: DeviceLike = None) -> int:
-    """The same as `memory_allocated`, since nothing is cached."""
-    return memory_allocated(device)
+    """Bytes that are taken from a device: those of its buffers, and what is cached.
+
+    Nothing is cached where the CPU plays the device. Host: returns at once.
+    """
+    current: int = _counts(index_of(device))["reserved"]["current"]
+    return current
 
 
 def max_memory_reserved(device: DeviceLike = None) -> int:
-    """The same as `max_memory_allocated`, since nothing is cached."""
-    return max_memory_allocated(device)
+    """The most bytes that were taken at once since the last reset. Host: returns at once."""
+    peak: int = _counts(index_of(device))["reserved"]["peak"]
+    return peak
 
 
 def reset_peak_memory_stats(device: DeviceLike = None) -> None:
@@ -117,7 +126,12 @@ def reset_accumulated_memory_stats(device: DeviceLike = None) -> None:
 
 
 def empty_cache() -> None:
-    """Nothing: a buffer is freed with its last user. Host: returns at once."""
+    """Give the memory that is cached, and so in no use, back to the devices.
+
+    Nothing is cached where the CPU plays the device. Host: returns at once.
+    """
+    if process.is_started():
+        core().empty_cache()
 
 
 def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
@@ -127,8 +141,9 @@ def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
     NEURON_STREAMS_MEMORY or `set_per_process_memory_fraction` says.
     """
     index = index_of(device)
-    total = context().port.capacity(index)
-    return max(total - memory_allocated(index), 0), total
+    context()
+    free, total = core().memory_info(index)
+    return free, total
 
 
 def set_per_process_memory_fraction(fraction: float, device: DeviceLike = None) -> None:

@@ -9,32 +9,40 @@ import functools
 import hashlib
 import io
 import json
+import math
 import os
 import tempfile
 import warnings
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch.utils import _pytree as pytree
 
 from neuron_streams._compiler import saved
 from neuron_streams._compiler.draws import DRAWS
 from neuron_streams._compiler.saved import need
-from neuron_streams._compiler.signature import Signature
+from neuron_streams._compiler.signature import Signature, spec_of
 from neuron_streams._runtime import cache, toolchain
+from neuron_streams._runtime.nrt.model import Neff
 from neuron_streams._runtime.port import Payload
 from neuron_streams._runtime.program import Library, Program
 
-__all__ = ["read", "write"]
+__all__ = ["read", "read_neff", "write"]
 
 _KIND, _FORMAT = "neuron_streams executable", 2
 
 
 def write(path: str | os.PathLike[str], signature: Signature, payload: Payload) -> None:
     """Write an executable to a file, whole or not at all."""
-    entries = _program_entries(payload.content) if payload.format == "program" else None
-    entries = entries or {"exported.pt2": _export(payload.content, signature)}
+    if payload.format == "program":
+        entries = _program_entries(payload.content)
+    elif payload.format == "neff":
+        entries = _neff_entries(payload.content)
+    else:
+        entries = {"exported.pt2": _export(payload.content, signature)}
     manifest = {
         "kind": _KIND,
         "format": _FORMAT,
@@ -77,6 +85,8 @@ def read(path: str | os.PathLike[str]) -> tuple[Signature, Payload]:
             if manifest["payload"] == "exported":
                 content: object = _exported(signature, data)
                 return signature, Payload("exported", signature.name, content)
+            if manifest["payload"] == "neff":
+                return signature, Payload("neff", signature.name, _neff(signature, data))
             need(manifest["payload"] == "program", f"{manifest['payload']!r} is no kind of payload")
             _check_here(path, manifest)
             return signature, Payload("program", signature.name, _program(signature, data))
@@ -130,6 +140,83 @@ def _check_here(path: str | os.PathLike[str], manifest: dict[str, Any]) -> None:
                 f"{path} was compiled for {what} {manifest[what]}, but here it is {found}. "
                 "Compile it again, or save one that was compiled with target='exported'."
             )
+
+
+def read_neff(
+    path: str | os.PathLike[str],
+    inputs: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
+) -> tuple[Signature, Payload]:
+    """A NEFF as its user describes it. Raises ValueError if that is no description."""
+    name, names = Path(path).stem, list(inputs)
+    if strangers := [one for one in aliases if one not in inputs]:
+        raise ValueError(
+            f"{name}: aliases name {strangers}, and the inputs are {names}. Give pairs of an input "
+            "and the output that it is updated through."
+        )
+    for one, example in (*inputs.items(), *outputs.items()):
+        if not isinstance(example, torch.Tensor):
+            raise ValueError(
+                f"{name}: {one!r} is described by {type(example).__name__}. Give a tensor like "
+                "it, such as torch.empty(shape, dtype=dtype, device='meta')."
+            )
+    fresh = {one: example for one, example in outputs.items() if one not in aliases.values()}
+    structure = pytree.tree_structure(next(iter(fresh)) if len(fresh) == 1 else tuple(fresh))
+    specs = [tuple(spec_of(*item) for item in part.items()) for part in (inputs, fresh)]
+    signature = Signature(name, specs[0], specs[1], tuple(aliases), structure)
+    neff = Neff(
+        Path(path).read_bytes(),
+        names,
+        list(fresh),
+        {names.index(one): other for one, other in aliases.items()},
+        sizes={**sizes_of(signature), **{aliases[n]: inputs[n].nbytes for n in aliases}},
+    )
+    return signature, Payload("neff", name, neff)
+
+
+def sizes_of(signature: Signature) -> dict[str, int]:
+    """The bytes of each tensor of a NEFF whose names are those of a signature."""
+    specs = (*signature.inputs, *signature.outputs)
+    return {spec.name: math.prod(spec.shape) * spec.dtype.itemsize for spec in specs}
+
+
+def _neff_entries(neff: Neff) -> dict[str, bytes]:
+    weights = io.BytesIO()
+    torch.save([_compact(weight) for weight in neff.constants.values()], weights)
+    names = {
+        "inputs": neff.inputs,
+        "outputs": neff.outputs,
+        "aliases": [[position, name] for position, name in neff.aliases.items()],
+        "constants": list(neff.constants),
+        "sizes": dict(neff.sizes),
+        "target": neff.target,
+    }
+    entries = {"neff.json": json.dumps(names).encode(), "model.neff": neff.content}
+    return {**entries, "weights.pt": weights.getvalue()}
+
+
+def _neff(signature: Signature, data: dict[str, bytes]) -> Neff:
+    """A NEFF is checked by libnrt; what is checked here is that a call fits it."""
+    need(data.keys() == {"neff.json", "model.neff", "weights.pt"}, f"it has entries {sorted(data)}")
+    said = json.loads(data["neff.json"])
+    aliases = {int(position): str(name) for position, name in said["aliases"]}
+    places = [n for n, spec in enumerate(signature.inputs) if spec.name in signature.mutates]
+    need(sorted(aliases) == places, "its aliases are not those of what it updates in place")
+    weights = _weights(data["weights.pt"])
+    return Neff(
+        data["model.neff"],
+        _names(said["inputs"]),
+        _names(said["outputs"]),
+        aliases,
+        dict(zip(map(str, said["constants"]), weights, strict=True)),
+        {str(name): int(size) for name, size in said["sizes"].items()},
+        str(said["target"]),
+    )
+
+
+def _names(saved: Any) -> list[str] | None:
+    return None if saved is None else [str(name) for name in saved]
 
 
 def _exported(signature: Signature, data: dict[str, bytes]) -> torch.nn.Module:

@@ -11,10 +11,11 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from neuron_streams._compiler import draws, library
+from neuron_streams._compiler import draws, library, neuron
 from neuron_streams._compiler.plan import Plan, plan
 from neuron_streams._compiler.signature import Signature, input_names, output_names, spec_of
 from neuron_streams._compiler.trace import Trace, trace
+from neuron_streams._runtime import process
 from neuron_streams._runtime.port import Payload
 
 __all__ = ["build"]
@@ -44,11 +45,15 @@ def build(
         planned = plan(function, examples)
         mutated = tuple(names[number] for number in planned.mutated)
         _check_mutates(name, mutates, mutated)
+        results = output_names(planned.structure)
         random = draws.draws(segment.graph for segment in planned.segments)
         payload = _compiled(name, planned) if chosen == "cpu" and not random else None
+        if chosen in neuron.TARGETS:
+            made = function, examples, sorted(planned.mutated), len(results), chosen
+            payload = neuron.build(name, *made)
         payload = payload or Payload("exported", name, _graph(function, examples))
     inputs = tuple(map(spec_of, names, examples))
-    outputs = tuple(map(spec_of, output_names(planned.structure), planned.outputs))
+    outputs = tuple(map(spec_of, results, planned.outputs))
     return Signature(name, inputs, outputs, mutated, planned.structure), payload
 
 
@@ -76,13 +81,21 @@ def _check_examples(name: str, names: Sequence[str], examples: Sequence[object])
 
 
 def _choose(name: str, target: str | None) -> str:
-    if target == "neuron":
-        raise NotImplementedError(
-            f"{name}: target='neuron' makes NEFFs, which need the nrt runtime, and this version "
-            "has none. Use target=None, which runs on the CPU."
+    device: str | None = getattr(process.runtime(), "target", None)
+    if target == "neuron" and device is None:
+        raise ValueError(
+            f"{name}: target='neuron' is the kind of core of the device in use, and that is the "
+            f"{process.runtime().name} one. Name a kind: {', '.join(neuron.TARGETS)}."
         )
+    if target in (None, "neuron") and device is not None:
+        return device
+    if target in neuron.TARGETS:
+        return str(target)
     if target not in (None, "cpu", "exported"):
-        raise ValueError(f"{name}: target={target!r} is none of 'cpu', 'exported' and 'neuron'.")
+        raise ValueError(
+            f"{name}: target={target!r} is none of 'cpu', 'exported', 'neuron', "
+            f"{', '.join(map(repr, neuron.TARGETS))}."
+        )
     return target or "cpu"
 
 

@@ -264,7 +264,9 @@ class Runtime(Protocol):
 
     # A runtime with memory of its own has `allocate(device, nbytes)`, too. What that returns is the
     # buffer's `peer` and is let go of with it; its `address` is where the host reaches the memory
-    # directly, 0 where it cannot: then the host's data come and go by commands.
+    # directly, 0 where it cannot: then the host's data come and go by commands. It has
+    # `reaches_memory`, which says whether the host can, `reserved`, `reset_reserved`, `empty_cache`
+    # and `memory_info` as well, for torch's statistics.
 
     def load(self, payload: Payload, device: int) -> Handle: ...
 

@@ -9,7 +9,7 @@ import torch
 
 import neuron_streams
 from neuron_streams.testing import EmulatedRuntime, Gate, ManualRuntime, use_runtime
-from tests.runtime.nrt.doubled import ABIS, DoubleRuntime
+from tests.runtime.nrt.doubled import ABIS, unsteady
 
 RUNTIMES = {
     "manual": ManualRuntime,
@@ -17,7 +17,7 @@ RUNTIMES = {
 }
 
 
-DOUBLES = {f"nrt-{abi}": functools.partial(DoubleRuntime, abi=abi) for abi in ABIS}
+DOUBLES = {f"nrt-{abi}": functools.partial(unsteady, abi, seed) for seed, abi in enumerate(ABIS, 7)}
 
 
 @pytest.fixture(params=[*RUNTIMES, *DOUBLES])
@@ -34,14 +34,15 @@ def runtime(request):
         "emulated-explicit",
         "manual-side",
         "emulated-side",
+        *DOUBLES,
         pytest.param("cuda", marks=pytest.mark.gpu),
     ]
 )
 def streams(request, monkeypatch):
     """The stream namespace: ours on each runtime, implicit waits on and off, or torch.cuda.
 
-    On "side" another stream than the default one is current from the start (report 15352), on both
-    devices: a test that means the default stream says so.
+    On "side" another stream than the default one is current from the start (row S38 of
+    docs/reports.md), on both devices: a test that means the default stream says so.
     """
     if request.param == "cuda":
         if not torch.cuda.is_available():
@@ -49,10 +50,12 @@ def streams(request, monkeypatch):
         yield torch.cuda
         torch.cuda.synchronize()
         return
-    kind, _, how = request.param.partition("-")
+    kind, how = request.param, ""
+    if kind not in DOUBLES:
+        kind, _, how = kind.partition("-")
     if how == "explicit":
         monkeypatch.setenv("NEURON_STREAMS_IMPLICIT_WAITS", "0")
-    with use_runtime(RUNTIMES[kind](devices=2)):
+    with use_runtime({**RUNTIMES, **DOUBLES}[kind](devices=2)):
         for index in (1, 0) if how == "side" else ():
             neuron_streams.set_stream(neuron_streams.Stream(index))
         yield neuron_streams

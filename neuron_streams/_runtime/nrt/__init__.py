@@ -5,6 +5,7 @@
     lib.py       finding and loading libnrt, its three asynchronous ABIs told apart
     memory.py    device memory: nrt tensors under a caching allocator, and Buffers on them
     model.py     a NEFF, loaded
+    weights.py   the tensors that executables share
     sets.py      tensor sets, used again
     requests.py  commands as requests of the hardware's queues
     queue.py     one queue of an execution unit: what is in flight on it

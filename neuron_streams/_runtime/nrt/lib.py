@@ -21,7 +21,13 @@ from ctypes import POINTER, c_bool, c_char_p, c_int, c_int32, c_size_t, c_uint32
 from typing import Any, NamedTuple
 
 from neuron_streams._runtime.nrt.status import LibraryError, Status, check
-from neuron_streams._runtime.nrt.structs import ErrorRecord, MemoryStats, TensorInfos, Version
+from neuron_streams._runtime.nrt.structs import (
+    ErrorRecord,
+    InstanceInfo,
+    MemoryStats,
+    TensorInfos,
+    Version,
+)
 
 __all__ = ["Abi", "Library", "Units", "find"]
 
@@ -37,6 +43,7 @@ _COMMON: dict[str, tuple[Any, ...]] = {
     "nrt_get_total_vnc_count": (_status, POINTER(c_uint32)),
     "nrt_get_visible_vnc_count": (_status, POINTER(c_uint32)),
     "nrt_get_version": (_status, POINTER(Version), c_size_t),
+    "nrt_get_instance_info": (_status, POINTER(InstanceInfo), c_size_t),
     "nrt_get_vnc_memory_stats": (
         _status,
         c_uint32,
@@ -125,6 +132,14 @@ _UNITS = {
     Abi.SDK_2_29: Units(0, 0, 0, 1),
     Abi.SDK_2_30: Units(0, 0, 0, 1),
 }
+# The families of nrt_instance_info_t that each target of the compiler is for.
+_TARGETS = {
+    "trn1": (2,),
+    "trn1n": (3,),
+    "inf2": (4, 7),
+    "trn2": (5, 6, 8, 9, 10, 11, 12, 13),
+    "trn3": (14, 15),
+}
 _PROTOTYPES = {
     Abi.SDK_2_28: _OF_228,
     Abi.SDK_2_29: _OF_229,
@@ -192,6 +207,12 @@ class Library:
         count = c_uint32()
         status = self.functions["nrt_get_visible_vnc_count"](ctypes.byref(count))
         return count.value if status == Status.SUCCESS else 0
+
+    def target(self) -> str | None:
+        """What the compiler calls this machine's kind of core; None where it is no known one."""
+        info = InstanceInfo()
+        self.call("nrt_get_instance_info", ctypes.byref(info), ctypes.sizeof(info))
+        return next((name for name, family in _TARGETS.items() if info.family in family), None)
 
     def memory(self, device: int) -> tuple[int, int]:
         """The bytes in use and the bytes there are, of a core's memory."""

@@ -19,7 +19,7 @@ import torch
 from neuron_streams._runtime.nrt.lib import Library
 from neuron_streams._runtime.nrt.status import NrtError, Status, check
 
-__all__ = ["Block", "Lease", "Memory"]
+__all__ = ["Block", "Lease", "Memory", "Tally"]
 
 _DEVICE = 0  # nrt_tensor_placement_t
 _EXHAUSTED = (Status.RESOURCE, Status.FAIL_HOST_MEM_ALLOC)
@@ -29,6 +29,34 @@ def rounded(nbytes: int) -> int:
     """The size of the block for so many bytes: at most an eighth is lost, or 512 bytes."""
     grain = max(512, 1 << max(nbytes.bit_length() - 4, 0))
     return max(-(-nbytes // grain), 1) * grain
+
+
+class Tally:
+    """One figure over time."""
+
+    __slots__ = ("allocated", "current", "freed", "peak")
+
+    def __init__(self) -> None:
+        self.current = self.peak = self.allocated = self.freed = 0
+
+    def add(self, amount: int) -> None:
+        self.allocated += amount
+        self.current += amount
+        self.peak = max(self.peak, self.current)
+
+    def remove(self, amount: int) -> None:
+        self.freed += amount
+        self.current -= amount
+
+    def reset(self, peak: bool, accumulated: bool) -> None:
+        if peak:
+            self.peak = self.current
+        if accumulated:
+            self.allocated = self.freed = 0
+
+    @property
+    def values(self) -> tuple[int, int, int, int]:
+        return self.current, self.peak, self.allocated, self.freed
 
 
 class Block:
@@ -66,6 +94,7 @@ class Memory:
         self._drain = drain
         self._free: defaultdict[int, deque[Block]] = defaultdict(deque)
         self._blocks: dict[int, Block] = {}
+        self.segments, self.reserved = Tally(), Tally()
         self.closed = False
 
     def allocate(self, nbytes: int) -> Block:
@@ -100,7 +129,10 @@ class Memory:
             return None
         check(status, f"nrt_tensor_allocate ({size} bytes on neuron:{self._device})")
         block = Block(tensor.value or 0, size)
-        self._blocks[block.tensor] = block
+        with self._lock:
+            self._blocks[block.tensor] = block
+            self.segments.add(1)
+            self.reserved.add(size)
         return block
 
     def give_back(self, block: Block) -> None:
@@ -144,6 +176,8 @@ class Memory:
 
     def _destroy(self, block: Block) -> None:
         del self._blocks[block.tensor]
+        self.segments.remove(1)
+        self.reserved.remove(block.nbytes)
         for tensor in (*block.slices.values(), block.tensor):
             self._library.nrt_tensor_free(ctypes.byref(ctypes.c_void_p(tensor)))
 

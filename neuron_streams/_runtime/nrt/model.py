@@ -28,13 +28,18 @@ class Neff:
 
     `inputs` and `outputs` are its tensors in the order of a call, by name; None is the order of the
     file. `aliases` name the output that an input, by position, is updated through: both are the
-    same memory, and a call makes no other for it.
+    same memory, and a call makes no other for it. `constants` are further inputs, the same at each
+    call, which all executables of a core share. `sizes` are what the caller takes the sizes of its
+    tensors for, in bytes: the file's own are held against them. `target` is what it was made for.
     """
 
     content: bytes = field(repr=False)
     inputs: Sequence[str] | None = None
     outputs: Sequence[str] | None = None
     aliases: Mapping[int, str] = field(default_factory=dict)
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    sizes: Mapping[str, int] = field(default_factory=dict, repr=False)
+    target: str = "neuron"
 
 
 class Slot(NamedTuple):
@@ -45,7 +50,11 @@ class Slot(NamedTuple):
 
 
 class Model:
-    """A handle of the nrt runtime. `aliases` are pairs of an input's position and a Slot."""
+    """A handle of the nrt runtime.
+
+    `aliases` are pairs of an input's position and a Slot, `constants` names and tensors of inputs
+    that are the same at each call.
+    """
 
     def __init__(
         self, library: Library, name: str, device: int, handle: int, slots: Sequence[Sequence[Slot]]
@@ -55,6 +64,7 @@ class Model:
         self.handle = handle
         self.inputs, self.outputs = slots
         self.aliases: dict[int, Slot] = {}
+        self.constants: list[tuple[bytes, int]] = []
         self._library = library
 
     @classmethod
@@ -99,9 +109,12 @@ class Model:
     def _name(self, neff: Neff, infos: Sequence[tuple[bool, Slot]]) -> None:
         inputs = {slot.name.decode(): slot for output, slot in infos if not output}
         outputs = {slot.name.decode(): slot for output, slot in infos if output}
+        self._check_sizes(neff, {**inputs, **outputs})
         aliased = set(neff.aliases.values())
         fresh = [name for name in outputs if name not in aliased]
-        self.inputs = self._pick("input", neff.inputs, inputs, list(inputs))
+        given = [name for name in inputs if name not in neff.constants]
+        self._pick("input", list(neff.constants), inputs, given, whole=False)
+        self.inputs = self._pick("input", neff.inputs, inputs, given)
         self.outputs = self._pick("output", neff.outputs, outputs, fresh)
         names = list(neff.aliases.values())
         slots = self._pick("output", names, outputs, names, whole=False)
@@ -112,6 +125,18 @@ class Model:
                     f"{position}: their sizes differ; give the pairs that it was compiled with"
                 )
             self.aliases[position] = slot
+
+    def _check_sizes(self, neff: Neff, there: Mapping[str, Slot]) -> None:
+        """The names that are not there are complained of elsewhere."""
+        weights = {name: weight.nbytes for name, weight in neff.constants.items()}
+        for name, nbytes in {**neff.sizes, **weights}.items():
+            found = there.get(name)
+            if found is not None and found.nbytes != nbytes:
+                raise ValueError(
+                    f"{self.name}: tensor {name!r} of the NEFF has {found.nbytes} bytes, and one "
+                    f"of {nbytes} was described; give the dtypes and shapes that it was compiled "
+                    "for"
+                )
 
     def _pick(
         self,

@@ -19,18 +19,24 @@ from __future__ import annotations
 
 import heapq
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import cast
 
+from neuron_streams._exit import LastWait, main_thread_has_ended
 from neuron_streams._runtime.lanes import Entry, Lane, Lanes
 from neuron_streams._runtime.nrt.queue import Queue, Request
 from neuron_streams._runtime.nrt.requests import Route
 from neuron_streams._runtime.port import Command, Kind, Ticket
 
-__all__ = ["ALONE", "Order", "Step"]
+__all__ = ["ALONE", "Order", "Step", "Touches"]
 
+SLICE = 0.05  # seconds that a wait goes without looking whether the main thread has ended
 ALONE = object()  # the tail of a lane behind a command that nothing may be queued behind
+
+
+Touches = tuple[set[int], set[int]]
 
 
 class Step(Entry):
@@ -39,7 +45,7 @@ class Step(Entry):
     `held_by` is what it waits for, and whether that must be completed or only be passed.
     """
 
-    __slots__ = ("done", "held_by", "kind", "plan", "request", "route", "waits")
+    __slots__ = ("_touches", "done", "held_by", "kind", "plan", "request", "route", "waits")
 
     lane: NrtLane
 
@@ -52,6 +58,18 @@ class Step(Entry):
         self.route: Route | None = None
         self.plan: Iterator[Request] = iter(())
         self.request: Request | None = None
+        self._touches: Touches | None = None
+
+    @property
+    def touches(self) -> Touches:
+        """The memory that it reads, and the memory that it writes."""
+        if self._touches is None:
+            command = self.command
+            reads = {id(buffer.peer) for buffer in command.reads if buffer.peer is not None}
+            made = (*command.outputs, *command.mutated)
+            writes = {id(buffer.peer) for buffer in made if buffer.peer is not None}
+            self._touches = reads, writes
+        return self._touches
 
 
 class NrtLane(Lane):
@@ -81,6 +99,11 @@ class Order(Lanes):
         raise NotImplementedError
 
     def _fill(self, queue: Queue) -> None:
+        raise NotImplementedError
+
+    @property
+    def _moving(self) -> bool:
+        """Whether anything is in flight, or may be given to a queue."""
         raise NotImplementedError
 
     def _new_lane(self, number: int, device: int, priority: int, host: bool) -> Lane:
@@ -260,14 +283,49 @@ class Order(Lanes):
             heapq.heappush(lane.waiters, (ticket.value, next(self._order), waiter))
         done = False
         try:
-            done = waiter.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
+            done = self._await(lane, ticket, waiter, timeout)
         finally:
             if not done:
                 with self._lock:
                     lane.waiters = [item for item in lane.waiters if item[2] is not waiter]
                     heapq.heapify(lane.waiters)
         if not done and lane.completed < ticket.value:
-            raise TimeoutError(
-                f"wait: after {timeout} s lane {ticket.lane} has completed {lane.completed} of the "
-                f"{ticket.value} commands waited for; the next is {self._describe_head(lane)}"
-            )
+            raise TimeoutError(f"wait: after {timeout} s {self._progress_of(lane, ticket)}")
+
+    def _await(
+        self, lane: NrtLane, ticket: Ticket, waiter: threading.Lock, timeout: float | None
+    ) -> bool:
+        """Whether the waiter was released in time."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        left = SLICE if timeout is None else min(max(timeout, 0.0), SLICE)
+        while not waiter.acquire(timeout=left):
+            if deadline is not None:
+                left = min(deadline - time.monotonic(), SLICE)
+                if left <= 0:
+                    return False
+            elif main_thread_has_ended():
+                self._await_alone(lane, ticket, waiter)
+                return True
+        return True
+
+    def _await_alone(self, lane: NrtLane, ticket: Ticket, waiter: threading.Lock) -> None:
+        """Go on with a wait that the main thread has not outlived, as long as it can end."""
+
+        def stuck() -> bool:
+            with self._lock:
+                return lane.completed < ticket.value and not self._moving
+
+        with LastWait(stuck) as last:
+            while not waiter.acquire(timeout=SLICE):
+                if last.in_vain():
+                    raise RuntimeError(
+                        f"wait: {self._progress_of(lane, ticket)}. The main thread has ended, "
+                        "nothing runs on the devices, and no thread is left that could change "
+                        "that; the wait is given up so that the process can end"
+                    )
+
+    def _progress_of(self, lane: NrtLane, ticket: Ticket) -> str:
+        return (
+            f"lane {ticket.lane} has completed {lane.completed} of the {ticket.value} commands "
+            f"waited for; the next is {self._describe_head(lane)}"
+        )

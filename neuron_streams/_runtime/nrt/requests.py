@@ -63,7 +63,7 @@ class Requests:
             return Route(self._queue(device, unit, 0), False)
         if not hasattr(command, "source"):
             raise NotImplementedError(
-                f"{command.name}: a Neuron device cannot do this; make a new tensor instead"
+                f"{command.name}: a Neuron device runs executables and copies, and this is neither"
             )
         source, target = cast("Copy", command).source, cast("Copy", command).target
         direct = _is_direct(source, target)
@@ -92,7 +92,7 @@ class Requests:
 
     def _execute(self, command: Execute, queue: Queue) -> Request:
         model, memory = _model_of(command, queue.device), self._memories[queue.device]
-        given, made = [], []
+        given, made = list(model.constants), []
         for position, (slot, (buffer, start)) in enumerate(
             zip(model.inputs, command.inputs, strict=True)
         ):

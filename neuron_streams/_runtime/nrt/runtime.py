@@ -24,6 +24,7 @@ from neuron_streams._runtime.nrt.queue import Errors, Queue, errors_for
 from neuron_streams._runtime.nrt.requests import Requests
 from neuron_streams._runtime.nrt.sets import Sets
 from neuron_streams._runtime.nrt.status import LibraryError
+from neuron_streams._runtime.nrt.weights import Weights
 from neuron_streams._runtime.port import Command, Payload, Ticket
 
 __all__ = ["NrtRuntime"]
@@ -54,6 +55,8 @@ class NrtRuntime(Progress):
     """
 
     name = "nrt"
+    reaches_memory = False  # the host does not, directly: its data come and go by commands
+    needs_implicit_waits = True  # the hardware holds nothing against what was scheduled too early
 
     def __init__(self, library: Library | None = None, in_flight: int | None = None) -> None:
         self._library = library or Library()
@@ -71,6 +74,8 @@ class NrtRuntime(Progress):
             Memory(self._library, device, self._lock, self._sets.clear, self.drain)
             for device in range(len(self._cores))
         ]
+        self._weights = [Weights(self._library, memory) for memory in self._memories]
+        self._loading = threading.Lock()
         self._requests = Requests(self._library, self._memories, self._sets, self._queue)
         self._errors: dict[int, Errors | None] = {}
         self._open: dict[tuple[int, int, int], Queue] = {}
@@ -84,6 +89,17 @@ class NrtRuntime(Progress):
     def library(self) -> Library:
         return self._library
 
+    @property
+    def target(self) -> str:
+        """What the compiler calls this kind of core. Raises LibraryError if that is unknown."""
+        found = self._library.target()
+        if found is None:
+            raise LibraryError(
+                f"libnrt {self._library.version} names an instance of a family that is not known "
+                "to make NEFFs for; give compile a target="
+            )
+        return found
+
     # -- the port ---------------------------------------------------------------------------
 
     def submit(
@@ -92,7 +108,8 @@ class NrtRuntime(Progress):
         with self._lock:
             if not self._closed:
                 self._pump()
-        self._drop()
+        if self._spent:
+            self._drop()
         return super().submit(lane, command, after, wait)
 
     def completed(self, lane: int) -> int:
@@ -108,7 +125,8 @@ class NrtRuntime(Progress):
         if self.completed(ticket.lane) < ticket.value:
             self._refuse_wait_inside()
             self._wait(ticket, timeout)
-        self._drop()
+        if self._spent:
+            self._drop()
 
     def wait_for_room(self, lane: int) -> None:
         self._refuse_wait_inside()
@@ -141,7 +159,16 @@ class NrtRuntime(Progress):
                 self._dropping.release()
 
     def load(self, payload: Payload, device: int) -> Model:
+        """A NEFF on a core. Host: waits until it and the weights that are new are there."""
         model = Model.load(self._library, payload, device)
+        with self._loading:
+            try:
+                for name, weight in payload.content.constants.items():
+                    tensor = self._weights[device].tensor(weight)
+                    model.constants.append((name.encode(), tensor))
+            except BaseException:
+                model.unload()
+                raise
         with self._lock:
             self._models.append(model)
         return model
@@ -150,6 +177,26 @@ class NrtRuntime(Progress):
         """Memory for a buffer. Host: waits for what is in flight if there is no other left."""
         self._tidy()
         return self._lease(self._memories[device], nbytes)
+
+    def reserved(self, device: int) -> tuple[int, ...]:
+        """How many nrt tensors of a device there are, and their bytes, four figures each."""
+        memory = self._memories[device]
+        return *memory.segments.values, *memory.reserved.values
+
+    def reset_reserved(self, device: int, peak: bool, accumulated: bool) -> None:
+        for tally in (self._memories[device].segments, self._memories[device].reserved):
+            tally.reset(peak, accumulated)
+
+    def empty_cache(self) -> None:
+        """Give memory that nothing uses back to the devices. Host: returns at once."""
+        self._drop()
+        for memory in self._memories:
+            memory.trim()
+
+    def memory_info(self, device: int) -> tuple[int, int]:
+        """The free bytes and all bytes of a device, models and other processes included."""
+        used, limit = self._library.memory(device)
+        return max(limit - used, 0), limit
 
     def _lease(self, memory: Memory, nbytes: int) -> Lease:
         return Lease(memory, memory.allocate(nbytes))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_char, c_int, c_size_t, c_uint32, c_uint64
 
-__all__ = ["ErrorRecord", "MemoryStats", "TensorInfo", "TensorInfos", "Version"]
+__all__ = ["ErrorRecord", "InstanceInfo", "MemoryStats", "TensorInfo", "TensorInfos", "Version"]
 
 
 class TensorInfo(ctypes.Structure):
@@ -51,6 +51,17 @@ class Version(ctypes.Structure):
     def __str__(self) -> str:
         parts = (self.rt_major, self.rt_minor, self.rt_patch, self.rt_maintenance)
         return ".".join(map(str, parts))
+
+
+class InstanceInfo(ctypes.Structure):
+    """nrt_instance_info_t: the machine."""
+
+    _fields_ = [
+        ("family", c_uint32),
+        ("size", c_uint32),
+        ("arch_name", c_char * 16),
+        ("device_revision", c_char * 8),
+    ]
 
 
 class ErrorRecord(ctypes.Structure):

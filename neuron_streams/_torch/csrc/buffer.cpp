@@ -1,5 +1,5 @@
-// Memory: of devices, and pinned memory of the host. Nothing is cached: a buffer is freed when no
-// storage and no pending command names it any more, so what is reserved is what is allocated.
+// Memory: of devices, and pinned memory of the host. A buffer goes when no storage and no pending
+// command names it any more. Nothing is cached here; a runtime with memory of its own may do so.
 #include "core.h"
 #include "stream.h"
 
@@ -100,6 +100,14 @@ void* Port::allocate(Buffer&, size_t nbytes) { return nbytes ? c10::alloc_cpu(nb
 
 void Port::release(Buffer&, void* data) { c10::free_cpu(data); }
 
+std::optional<Reserved> Port::reserved(int) { return {}; }
+
+void Port::reset_reserved(int, bool, bool) {}
+
+void Port::empty_cache() {}
+
+std::optional<std::pair<int64_t, int64_t>> Port::memory_info(int) { return {}; }
+
 Ticket Buffer::writer() const {
   std::lock_guard lock(lock_);
   return writer_;
@@ -146,7 +154,12 @@ BufferPtr allocate(const PortPtr& port, c10::DeviceIndex device, size_t nbytes) 
         mib(std::max<int64_t>(capacity - used, 0)), " is free. ", mib(used), " in ",
         ledger.number.current.load(), " buffers is allocated by tensors and pending commands.");
   }
-  return c10::make_intrusive<Buffer>(port, device, nbytes);
+  try {
+    return c10::make_intrusive<Buffer>(port, device, nbytes);
+  } catch (...) { // the runtime has no more
+    ledger.refusals++;
+    throw;
+  }
 }
 
 Buffer* buffer_of(const c10::StorageImpl& storage) {
@@ -164,14 +177,18 @@ c10::DataPtr data_ptr_of(BufferPtr buffer) {
   return {data, buffer.release(), release_reference, device};
 }
 
-c10::CachingDeviceAllocator::StatArray metrics(const Count& count) {
-  c10::CachingDeviceAllocator::StatArray all{};
-  all[0].current = count.current;
-  all[0].peak = count.peak;
-  all[0].allocated = count.allocated;
-  all[0].freed = count.freed;
+using Metrics = c10::CachingDeviceAllocator::StatArray;
+
+Metrics metrics(const std::array<int64_t, 4>& values) {
+  Metrics all{};
+  all[0].current = values[0];
+  all[0].peak = values[1];
+  all[0].allocated = values[2];
+  all[0].freed = values[3];
   return all;
 }
+
+Metrics metrics(const Count& count) { return metrics(count.values()); }
 
 void reset(Ledger& ledger, bool peak) {
   for (Count* count : {&ledger.number, &ledger.bytes}) {
@@ -189,14 +206,18 @@ struct DeviceMemory final : c10::DeviceAllocator {
     default_copy_data(target, source, count);
   }
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override {} // there is no cache
+  void emptyCache(c10::MempoolId_t) override { port()->empty_cache(); }
   void recordStream(const c10::DataPtr&, c10::Stream stream) override { state_of(stream); }
 
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
-    const Ledger& ledger = *port()->ledgers.at(device);
+    const PortPtr here = port();
+    const Ledger& ledger = *here->ledgers.at(device);
+    const std::optional<Reserved> reserved = here->reserved(device);
     c10::CachingDeviceAllocator::DeviceStats stats;
-    stats.allocation = stats.segment = stats.active = metrics(ledger.number);
-    stats.allocated_bytes = stats.reserved_bytes = metrics(ledger.bytes);
+    stats.allocation = stats.active = metrics(ledger.number);
+    stats.segment = reserved ? metrics(reserved->number) : stats.allocation;
+    stats.allocated_bytes = metrics(ledger.bytes);
+    stats.reserved_bytes = reserved ? metrics(reserved->bytes) : stats.allocated_bytes;
     stats.active_bytes = stats.requested_bytes = stats.allocated_bytes;
     stats.num_alloc_retries = ledger.retries;
     stats.num_ooms = ledger.refusals;
@@ -204,12 +225,16 @@ struct DeviceMemory final : c10::DeviceAllocator {
   }
   void resetAccumulatedStats(c10::DeviceIndex device) override {
     reset(*port()->ledgers.at(device), false);
+    port()->reset_reserved(device, false, true);
   }
   void resetPeakStats(c10::DeviceIndex device) override {
     reset(*port()->ledgers.at(device), true);
+    port()->reset_reserved(device, true, false);
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
-    const Ledger& ledger = *port()->ledgers.at(device);
+    const PortPtr here = port();
+    const Ledger& ledger = *here->ledgers.at(device);
+    if (auto found = here->memory_info(device)) return {found->first, found->second};
     const int64_t total = ledger.capacity;
     return {std::max<int64_t>(total - ledger.bytes.current, 0), total};
   }

@@ -28,17 +28,6 @@ bool dense_alike(const at::Tensor& a, const at::Tensor& b) {
 
 } // namespace
 
-CopyBytes::CopyBytes(BufferPtr source, BufferPtr target, size_t nbytes, const char* name)
-    : Command(Kind::Copy, Unit::TensorOp, name), nbytes(nbytes) {
-  quick = nbytes <= kSmall;
-  overwrites = nbytes == target->nbytes();
-  poisons_mutated = true;
-  reads.push_back(std::move(source));
-  mutated.push_back(std::move(target));
-}
-
-void CopyBytes::run() { std::memcpy(mutated[0]->data(), reads[0]->data(), nbytes); }
-
 Copy::Copy(End source, End target, const char* name)
     : Command(Kind::Copy, Unit::TensorOp, name),
       source(std::move(source)),
@@ -60,6 +49,15 @@ void Copy::run() {
   const at::Tensor from = source.tensor(), to = target.tensor();
   if (plain) std::memmove(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes());
   else to.copy_(from);
+}
+
+Copy::End Copy::End::bytes_of(BufferPtr buffer, size_t nbytes) {
+  End end;
+  end.window.buffer = std::move(buffer);
+  end.window.dtype = c10::kByte;
+  end.window.geometry.set_sizes({static_cast<int64_t>(nbytes)});
+  end.window.geometry.set_strides({1});
+  return end;
 }
 
 at::Tensor Copy::End::tensor() const { return host.defined() ? host : window.on_host(); }
@@ -93,12 +91,12 @@ Copy::End Copy::End::on_device(const at::Tensor& tensor) {
   return end;
 }
 
-namespace {
-
 void finish(const StreamPtr& stream, Ticket ticket) {
   stream->port->wait(ticket, -1);
   raise_any(stream->port->failures(ticket, ticket.value - 1));
 }
+
+namespace {
 
 bool is_pinned(const at::Tensor& tensor) { return bool(pinned_at(tensor.storage().data())); }
 

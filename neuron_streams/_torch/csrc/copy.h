@@ -6,13 +6,6 @@
 
 namespace neuron {
 
-// The first bytes of a buffer into another.
-struct CopyBytes final : Command {
-  CopyBytes(BufferPtr source, BufferPtr target, size_t nbytes, const char* name);
-  void run() override;
-  const size_t nbytes;
-};
-
 struct Copy final : Command {
   // A window on a device, or memory of the host, which is kept alive.
   struct End {
@@ -22,6 +15,7 @@ struct Copy final : Command {
 
     static End on_host(const at::Tensor&);
     static End on_device(const at::Tensor&);
+    static End bytes_of(BufferPtr, size_t nbytes); // the first of a buffer
     at::Tensor tensor() const;
   };
 
@@ -34,5 +28,8 @@ struct Copy final : Command {
   BufferPtr kept;
   bool plain = false;
 };
+
+// Waits for a command, and throws what made it fail.
+void finish(const StreamPtr&, Ticket);
 
 } // namespace neuron

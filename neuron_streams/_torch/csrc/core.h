@@ -7,11 +7,13 @@
 //   foreign.cpp the port over a runtime written in Python
 //   stream.h/.cpp   a stream's lane, what a thread has as current, events
 //   engine.cpp  autograd's threads
+//   exit.cpp    the end of the process, the GIL, waits after the main thread
 //   guard.cpp   torch's device guard and hooks over those
 //   random.cpp  the device's generator
 //   view.h/.cpp windows on buffers, and the operators that only make another window
 //   shape.cpp   metadata of results, before they are computed
 //   operator.cpp    any operator as a command
+//   staging.h/.cpp  tensors of a device whose memory the host does not reach, for the host to work on
 //   copy.cpp    copies between the host and devices
 //   attention.cpp   which path attention takes
 //   recurrent.cpp   recurrent layers, as the CPU makes them
@@ -21,11 +23,13 @@
 //   python.cpp  what Python sees of all this
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -82,6 +86,7 @@ struct Count {
   std::atomic<int64_t> current{0}, peak{0}, allocated{0}, freed{0};
   void add(int64_t amount);
   void remove(int64_t amount);
+  std::array<int64_t, 4> values() const { return {current, peak, allocated, freed}; }
 };
 
 // What was allocated of one memory, and how much of it there may be.
@@ -89,6 +94,11 @@ struct Ledger {
   Count number, bytes;
   std::atomic<int64_t> capacity{INT64_MAX};
   std::atomic<int64_t> retries{0}, refusals{0};
+};
+
+// Segments, and bytes, that a caching allocator has of a device, as a Count has them.
+struct Reserved {
+  std::array<int64_t, 4> number, bytes;
 };
 
 struct Port;
@@ -197,6 +207,12 @@ struct Port : c10::intrusive_ptr_target {
   // keep what the runtime needs to free it.
   virtual void* allocate(Buffer&, size_t nbytes);
   virtual void release(Buffer&, void* data);
+  // What is held for the next allocation counts as reserved; nothing is where this is empty, so that
+  // what is reserved is what is allocated.
+  virtual std::optional<Reserved> reserved(int device);
+  virtual void reset_reserved(int device, bool peak, bool accumulated);
+  virtual void empty_cache(); // gives what is held and not in use back
+  virtual std::optional<std::pair<int64_t, int64_t>> memory_info(int device); // free, total bytes
 
   bool done(Ticket ticket) { return completed(ticket.lane) >= ticket.value; }
 
@@ -208,6 +224,8 @@ struct Port : c10::intrusive_ptr_target {
   std::vector<std::unique_ptr<Ledger>> ledgers;
   const std::unique_ptr<class Streams> streams;
   bool implicit_waits = true;
+  bool reaches_memory = true; // whether the host does, directly: what operators on the CPU need
+  bool host_operators = false; // where it does not, they may run on copies
   bool fills_unfinished = false; // outputs hold NaN or -1 until their command has run
   PyObject* watch = nullptr; // called around submissions where these are watched, see python.cpp
 
@@ -259,7 +277,7 @@ class WithoutGil {
 class Held {
  public:
   explicit Held(std::recursive_mutex&);
-  ~Held() { mutex_.unlock(); }
+  ~Held();
   Held(const Held&) = delete;
 
  private:
@@ -269,8 +287,11 @@ class Held {
 void say_on_host(const char* name);
 // Lets go of a reference on a thread that may not take the GIL; Python's main thread does it later.
 void forget(PyObject*);
-// Does not return on a daemon thread once the process ends; see python.cpp.
+// Notes that the calling thread uses the device.
+void note_user();
+// Does not return once the process ends, but on the main thread; see exit.cpp.
 void stop_if_ending();
+bool exit_has_begun();
 // Lets Python's signal handlers run, on its main thread, and throws what they raise.
 void check_signals();
 

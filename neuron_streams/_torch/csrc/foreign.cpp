@@ -11,7 +11,10 @@ using bind::WithGil;
 ForeignPort::ForeignPort(PyObject* runtime)
     : Port(From<int>::load(bind::call_method(runtime, "device_count").get())),
       has_memory_(PyObject_HasAttrString(runtime, "allocate")),
-      runtime_(Py_NewRef(runtime)) {}
+      runtime_(Py_NewRef(runtime)) {
+  if (has_memory_)
+    reaches_memory = From<bool>::load(Ref(PyObject_GetAttrString(runtime, "reaches_memory")).get());
+}
 
 ForeignPort::~ForeignPort() { forget(runtime_); }
 
@@ -91,6 +94,37 @@ void* ForeignPort::allocate(Buffer& buffer, size_t nbytes) {
 void ForeignPort::release(Buffer& buffer, void* data) {
   if (has_memory_) forget(buffer.peer);
   else Port::release(buffer, data);
+}
+
+std::optional<Reserved> ForeignPort::reserved(int device) {
+  if (!has_memory_) return {};
+  WithGil gil;
+  const auto values =
+      From<std::vector<int64_t>>::load(bind::call_method(runtime_, "reserved", device).get());
+  Reserved found;
+  std::copy_n(values.begin(), 4, found.number.begin());
+  std::copy_n(values.begin() + 4, 4, found.bytes.begin());
+  return found;
+}
+
+void ForeignPort::reset_reserved(int device, bool peak, bool accumulated) {
+  if (!has_memory_) return;
+  WithGil gil;
+  bind::call_method(runtime_, "reset_reserved", device, peak, accumulated);
+}
+
+void ForeignPort::empty_cache() {
+  if (!has_memory_) return;
+  WithGil gil;
+  bind::call_method(runtime_, "empty_cache");
+}
+
+std::optional<std::pair<int64_t, int64_t>> ForeignPort::memory_info(int device) {
+  if (!has_memory_) return {};
+  WithGil gil;
+  const auto values =
+      From<std::vector<int64_t>>::load(bind::call_method(runtime_, "memory_info", device).get());
+  return std::pair(values.at(0), values.at(1));
 }
 
 } // namespace neuron

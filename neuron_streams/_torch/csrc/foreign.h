@@ -23,6 +23,10 @@ class ForeignPort final : public Port {
   void add_failure(Ticket, FailurePtr) override;
   void* allocate(Buffer&, size_t nbytes) override;
   void release(Buffer&, void* data) override;
+  std::optional<Reserved> reserved(int device) override;
+  void reset_reserved(int device, bool peak, bool accumulated) override;
+  void empty_cache() override;
+  std::optional<std::pair<int64_t, int64_t>> memory_info(int device) override;
 
  private:
   const bool has_memory_; // of its own; any other's is memory of the host

@@ -40,7 +40,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
   }
 
+  // A backward asks here first. Autograd's threads sleep once the process ends, and would be waited
+  // for in vain.
   c10::Stream getStream(c10::Device device) const override {
+    stop_if_ending();
+    TORCH_CHECK(!exit_has_begun(), "the process ends: the runtime of neuron_streams is closed");
     return current_stream(index_of(device))->as_torch();
   }
   c10::Stream getDefaultStream(c10::Device device) const override {
@@ -59,7 +63,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     mine->streams[static_cast<size_t>(state->device)] = state;
     return before;
   }
-  void* getStreamNativeHandle(const c10::Stream stream) const override {
+  // An override from torch 2.11 on.
+  void* getStreamNativeHandle(const c10::Stream stream) const {
     return reinterpret_cast<void*>(stream.id() & ~c10::StreamId(1));
   }
   bool queryStream(const c10::Stream& stream) const override { return state_of(stream)->done(); }
@@ -117,7 +122,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return !exit_has_begun(); }
   void init() const override { port(); }
 
   c10::DeviceIndex deviceCount() const override {

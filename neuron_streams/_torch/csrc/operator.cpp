@@ -5,6 +5,7 @@
 // the CPU's kernel on the memory of the device, without the GIL.
 #include "operator.h"
 #include "random.h"
+#include "staging.h"
 #include "stream.h"
 
 #include <cstring>
@@ -389,12 +390,23 @@ void count_on_host(const char* name) {
   if (ran_on_host()[name]++ == 0) say_on_host(name);
 }
 
-at::Tensor to_device_tensor(const StreamPtr& stream, const at::Tensor& result) {
+at::Tensor to_device_tensor(
+    const StreamPtr& stream, const at::Tensor& result, Staging& staging) {
   if (!result.defined()) return {};
   at::Tensor made = empty_strided(
       stream->port, stream->device, result.sizes(), result.strides(), result.scalar_type());
-  copy_result(result, Window(made).on_host());
+  staging.put(result, made);
   return made;
+}
+
+// Where the host does not reach the memory of the device, operators need a copy of it, which is so
+// slow that it must be wanted.
+void check_host_operators(const StreamPtr& stream, const char* name) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      stream->port->host_operators, name, ": a Neuron device runs compiled executables only. Put "
+      "operators into a function for neuron_streams.compile, or set NEURON_STREAMS_HOST_OPERATORS=1,"
+      " which runs them on the host, on copies, after all that their stream has queued");
+  count_on_host(name);
 }
 
 // What the CPU's kernel checks of the result it is given, which here is another one.
@@ -420,10 +432,11 @@ void run_now(const Call& call, torch::jit::Stack* stack) {
     if (is_ours(tensor)) wait_for(Window(tensor));
   });
   check_overlap(call);
+  Staging staging(stream);
   torch::jit::Stack arguments = with_tensors(call, [&](const at::Tensor& tensor, size_t argument) {
     if (!is_ours(tensor)) return tensor;
     if (info.resized[argument]) return at::empty({0}, tensor.options().device(c10::kCPU));
-    return Window(tensor).on_host();
+    return staging.of(tensor, info.written[argument]);
   });
   std::vector<at::Tensor> outs(info.arguments);
   for (size_t i = 0; i < info.arguments; i++)
@@ -442,18 +455,19 @@ void run_now(const Call& call, torch::jit::Stack* stack) {
       at::native::resize_output_check(target, outs[i].sizes());
       resize_tensor(target, outs[i].sizes(), outs[i].strides());
     }
-    copy_result(outs[i], Window(target).on_host());
+    staging.put(outs[i], target);
   }
+  staging.write_back();
   for (size_t i = 0; i < info.returns; i++) {
     c10::IValue& value = arguments[i];
     if (info.alias[i] >= 0) {
       stack->push_back(call.values[static_cast<size_t>(info.alias[i])]);
     } else if (value.isTensor()) {
-      stack->emplace_back(to_device_tensor(stream, value.toTensor()));
+      stack->emplace_back(to_device_tensor(stream, value.toTensor(), staging));
     } else if (value.isTensorList()) {
       c10::List<at::Tensor> list;
       for (const at::Tensor& tensor : value.toTensorVector())
-        list.push_back(to_device_tensor(stream, tensor));
+        list.push_back(to_device_tensor(stream, tensor, staging));
       stack->emplace_back(std::move(list));
     } else {
       stack->push_back(std::move(value));
@@ -477,6 +491,12 @@ void resize_outs(const Call& call, const Result& result) {
 void enqueue(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   const OperatorInfo& info = OperatorInfo::of(handle);
   const Call call(info, stack);
+  const StreamPtr stream = current_stream(call.device);
+  if (C10_UNLIKELY(!stream->port->reaches_memory)) {
+    check_host_operators(stream, info.name);
+    run_now(call, stack);
+    return;
+  }
   if (call.waits()) {
     run_now(call, stack);
     return;
@@ -488,7 +508,6 @@ void enqueue(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
     return;
   }
   resize_outs(call, *result);
-  const StreamPtr stream = current_stream(call.device);
   auto command = c10::make_intrusive<Operator>(call);
   for (size_t i = 0; i < info.returns; i++) {
     if (info.alias[i] >= 0) {

@@ -10,10 +10,6 @@
 
 #include <cmath>
 #include <sstream>
-#include <unordered_set>
-
-#include <cxxabi.h>
-#include <unistd.h>
 
 namespace neuron {
 
@@ -242,77 +238,9 @@ std::vector<at::Tensor> run_in_python(
   }
 }
 
-// -- the GIL ------------------------------------------------------------------------------------
-
-// Python ends a thread that asks for the GIL after the end of the interpreter by pthread_exit, which
-// unwinds the stack: frames of C++ would let go of objects without the GIL, or abort. Such a thread
-// sleeps instead until the process is gone, as it does from Python 3.14 on. A daemon thread does so
-// already when the exit begins: the runtime is closed then, and what a wait raises is for no one.
-namespace {
-
-struct Ending {
-  std::atomic<bool> began{false};
-  std::unordered_set<unsigned long> daemons; // written before `began`
-};
-Ending& ending() {
-  static auto* made = new Ending;
-  return *made;
-}
-
-[[noreturn]] void sleep_for_ever() {
-  for (;;) pause();
-}
-
-template <class F>
-auto without_unwinding(const F& f) {
-#ifdef __GLIBCXX__
-  try {
-    return f();
-  } catch (abi::__forced_unwind&) {
-    sleep_for_ever();
-  }
-#else
-  return f();
-#endif
-}
-
-void begin_exit(const std::vector<int64_t>& daemons) {
-  if (ending().began) return;
-  for (const int64_t ident : daemons) ending().daemons.insert(static_cast<unsigned long>(ident));
-  ending().began = true;
-}
-
-} // namespace
-
-void stop_if_ending() {
-  if (!ending().began || !ending().daemons.count(PyThread_get_thread_ident())) return;
-  if (PyGILState_Check()) PyEval_SaveThread();
-  sleep_for_ever();
-}
-
-WithoutGil::WithoutGil() {
-  if (PyGILState_Check()) state_ = PyEval_SaveThread();
-}
-WithoutGil::~WithoutGil() {
-  if (!state_) return;
-  stop_if_ending();
-  without_unwinding([&] { PyEval_RestoreThread(static_cast<PyThreadState*>(state_)); });
-}
-
-bind::WithGil::WithGil() {
-  stop_if_ending();
-  state_ = without_unwinding([] { return PyGILState_Ensure(); });
-}
-
 Ref bind::call_with(PyObject* function, const Ref& arguments, PyObject* keywords) {
   return Ref(without_unwinding(
       [&] { return PyObject_Call(function, arguments.get(), keywords); }));
-}
-
-Held::Held(std::recursive_mutex& mutex) : mutex_(mutex) {
-  if (mutex.try_lock()) return;
-  WithoutGil free;
-  mutex.lock();
 }
 
 namespace {
@@ -327,35 +255,7 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) Ref::throw_set();
 }
 
-// -- the end of the interpreter -----------------------------------------------------------------
-
-bool main_thread_has_ended() {
-  if (!python_is_there() || PyGILState_GetThisThreadState() == nullptr) return false;
-  WithGil gil;
-  return From<bool>::load(call_method(callbacks().exit, "main_thread_has_ended").get());
-}
-
-LastWait::LastWait(std::function<bool()> stuck) {
-  WithGil gil;
-  const Ref question(wrap(std::move(stuck)));
-  PyObject* ask = Ref(PyObject_GetAttrString(question.get(), "ask")).release();
-  last_ = call_method(callbacks().exit, "LastWait", ask).release();
-  call_method(last_, "__enter__");
-}
-
-LastWait::~LastWait() {
-  if (!python_is_there()) return; // the thread ends with the process
-  WithGil gil;
-  const Ref last(last_);
-  const Ref none(Py_BuildValue("OOO", Py_None, Py_None, Py_None));
-  const Ref leave(PyObject_GetAttrString(last_, "__exit__"));
-  Ref(PyObject_CallObject(leave.get(), none.get()));
-}
-
-bool LastWait::in_vain() {
-  WithGil gil;
-  return From<bool>::load(call_method(last_, "in_vain").get());
-}
+PyObject* exit_module() { return callbacks().exit; }
 
 // -- the objects of Python ----------------------------------------------------------------------
 
@@ -654,6 +554,9 @@ void add_ports(PyObject* m) {
        property<
            [](PortPtr& p) { return p->fills_unfinished; },
            [](PortPtr& p, bool on) { p->fills_unfinished = on; }>("fills_unfinished"),
+       property<
+           [](PortPtr& p) { return p->host_operators; },
+           [](PortPtr& p, bool on) { p->host_operators = on; }>("host_operators"),
        property<[](PortPtr& p) { return native(p).in_flight.load(); }>("in_flight")});
 }
 
@@ -661,17 +564,28 @@ Ledger& ledger_of(int device) {
   return device < 0 ? pinned_ledger() : *port()->ledgers.at(static_cast<size_t>(device));
 }
 
-PyObject* metrics_of(const Count& c) {
+PyObject* metrics_of(const std::array<int64_t, 4>& c) {
   return Py_BuildValue(
-      "{s:L,s:L,s:L,s:L}", "current", (long long)c.current, "peak", (long long)c.peak, "allocated",
-      (long long)c.allocated, "freed", (long long)c.freed);
+      "{s:L,s:L,s:L,s:L}", "current", (long long)c[0], "peak", (long long)c[1], "allocated",
+      (long long)c[2], "freed", (long long)c[3]);
 }
 
 PyObject* counts(int device) {
   const Ledger& ledger = ledger_of(device);
+  Reserved reserved{ledger.number.values(), ledger.bytes.values()};
+  if (device >= 0)
+    if (const auto found = port()->reserved(device)) reserved = *found;
   return Py_BuildValue(
-      "{s:N,s:N,s:L,s:L}", "number", metrics_of(ledger.number), "bytes", metrics_of(ledger.bytes),
-      "retries", (long long)ledger.retries, "refusals", (long long)ledger.refusals);
+      "{s:N,s:N,s:N,s:N,s:L,s:L}", "number", metrics_of(ledger.number.values()), "bytes",
+      metrics_of(ledger.bytes.values()), "segments", metrics_of(reserved.number), "reserved",
+      metrics_of(reserved.bytes), "retries", (long long)ledger.retries, "refusals",
+      (long long)ledger.refusals);
+}
+
+PyObject* memory_info(int device) {
+  auto* memory = static_cast<c10::DeviceAllocator*>(c10::GetAllocator(kDevice));
+  const auto [free, total] = memory->getMemoryInfo(static_cast<c10::DeviceIndex>(device));
+  return Py_BuildValue("LL", (long long)free, (long long)total);
 }
 
 void reset_counts(int device, bool peak, bool accumulated) {
@@ -680,6 +594,7 @@ void reset_counts(int device, bool peak, bool accumulated) {
     if (peak) count->peak = count->current.load();
     if (accumulated) count->allocated = count->freed = 0;
   }
+  if (device >= 0) port()->reset_reserved(device, peak, accumulated);
 }
 
 // -- streams ------------------------------------------------------------------------------------
@@ -765,6 +680,7 @@ PyMethodDef functions[] = {
     function<[](std::optional<PortPtr> port) { set_port(port.value_or(PortPtr())); }>("set_port"),
     function<[] { in_child = true; }>("after_fork_in_child"),
     function<begin_exit>("begin_exit"),
+    function<leave_at_once>("leave_at_once"),
     function<tidy>("tidy"),
     function<start_autograd_threads>("start_autograd_threads"),
     function<[](PyObject* error, Ticket ticket, std::string what) {
@@ -835,6 +751,8 @@ PyMethodDef functions[] = {
     function<buffer_object>("buffer_of"),
     function<counts>("counts"),
     function<reset_counts>("reset_counts"),
+    function<memory_info>("memory_info"),
+    function<[] { port()->empty_cache(); }>("empty_cache"),
     function<[] {
       Ref list(PyList_New(0));
       for (const auto& [name, count] : host_operators())

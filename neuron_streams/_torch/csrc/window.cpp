@@ -62,10 +62,12 @@ Window::Window(const at::Tensor& tensor)
   }
 }
 
-at::Tensor Window::on_host() const {
+at::Tensor Window::on_host() const { return over(buffer->data()); }
+
+at::Tensor Window::over(void* memory) const {
   const auto meta = c10::scalarTypeToTypeMeta(dtype);
   // The deleter does nothing: the command keeps the buffer.
-  c10::DataPtr data(buffer->data(), c10::Device(c10::kCPU));
+  c10::DataPtr data(memory, c10::Device(c10::kCPU));
   auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), buffer->nbytes(), std::move(data), nullptr, false);
   at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
@@ -108,9 +110,10 @@ void resize_storage(c10::StorageImpl& storage, size_t nbytes) {
   const size_t kept = before ? std::min(before->nbytes(), nbytes) : 0;
   if (kept) {
     static const char* name = intern("resize_");
-    auto copy = c10::make_intrusive<CopyBytes>(
-        BufferPtr::reclaim_copy(before), fresh, kept, name);
-    current_stream(device)->submit(copy);
+    Copy::End from = Copy::End::bytes_of(BufferPtr::reclaim_copy(before), kept);
+    Copy::End to = Copy::End::bytes_of(fresh, kept);
+    current_stream(device)->submit(
+        c10::make_intrusive<Copy>(std::move(from), std::move(to), name));
   }
   c10::Storage made = storage_of(std::move(fresh));
   storage.set_data_ptr_noswap(std::move(made.unsafeGetStorageImpl()->mutable_data_ptr()));

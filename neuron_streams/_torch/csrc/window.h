@@ -22,6 +22,7 @@ struct Window {
 
   // The host's tensor over the same memory. For whoever runs the command, or has waited.
   at::Tensor on_host() const;
+  at::Tensor over(void* memory) const; // the same over a copy of the buffer, which must outlive it
   size_t nbytes() const;
   bool whole() const; // whether writing it overwrites every byte of the buffer
 };

@@ -23,7 +23,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { CORES = 64, QUEUES = 3, MOST = 32, RECORDS = 1 << 14, SPANS = 2 * MOST };
+enum { CORES = 64, QUEUES = 3, MOST = 64, RECORDS = 1 << 14, SPANS = 2 * MOST };
 enum { TENSOR = 0x7e115, SET, MODEL, TRACKER };
 enum { NEW, OPEN, SHUT };
 typedef struct { char *from, *to; } span_t;
@@ -43,7 +43,8 @@ typedef struct { object_t object; entry_t *entries; int count; } set_t;
 
 struct nrt_model {
     object_t object;
-    int vnc, inputs, outputs;
+    int vnc, inputs, outputs, aliases;
+    int alias[MOST][2]; /* the positions of an input, and of the output that is the same tensor */
     char kernel[32];
     int64_t number;
     uint64_t ns;
@@ -97,6 +98,8 @@ static int depth = 16;
 static size_t memory = 1 << 28, used[CORES];
 static uint64_t latency, jitter, major = 2, minor = NRT_ABI == 228 ? 30 : NRT_ABI == 229 ? 31 : 32;
 static double_host_t host;
+static double_keep_t keep;
+static uint32_t family = 5;
 static queue_t queues[CORES][NRTA_XU_TYPE_NUM][QUEUES];
 static object_t *objects;
 static char complaints[1 << 14];
@@ -173,7 +176,7 @@ static bool is_live(const void *object, int kind, const char *what)
 
 static request_t *in_flight(bool (*uses)(request_t *, const void *), const void *what)
 {
-    for (uint32_t c = 0; c < CORES; c++)
+    for (uint32_t c = 0; c < cores; c++)
         for (int x = 0; x < NRTA_XU_TYPE_NUM; x++)
             for (int q = 0; q < QUEUES; q++)
                 for (request_t *r = queues[c][x][q].first; r; r = r->next)
@@ -294,6 +297,17 @@ NRT_STATUS nrt_get_version(nrt_version_t *version, size_t size)
         return leave(NRT_INVALID);
     }
     *version = (nrt_version_t){major, minor, 0, 0, "the double", "none"};
+    return NRT_SUCCESS;
+}
+
+NRT_STATUS nrt_get_instance_info(nrt_instance_info_t *info, size_t size)
+{
+    if (size != sizeof *info) {
+        pthread_mutex_lock(&lock);
+        violate("nrt_get_instance_info: a struct of %zu bytes, not %zu", size, sizeof *info);
+        return leave(NRT_INVALID);
+    }
+    *info = (nrt_instance_info_t){family, 1, "the double", "none"};
     return NRT_SUCCESS;
 }
 
@@ -511,15 +525,28 @@ static bool parse_tensor(nrt_model_t *model, const char *line)
     return true;
 }
 
+static bool parse_alias(nrt_model_t *model, const char *line)
+{
+    int *pair = model->alias[model->aliases];
+    if (model->aliases == MOST || sscanf(line, "alias %d %d", &pair[0], &pair[1]) != 2)
+        return false;
+    model->aliases++;
+    return pair[0] >= 0 && pair[0] < model->inputs && pair[1] >= 0 && pair[1] < model->outputs;
+}
+
 /* A model is lines of text: "double-neff", "kernel NAME [NUMBER]", "time NS", and in this order
- * "input NAME DTYPE ITEMSIZE [SHAPE]" and "output ..." of the same form, a shape being 2,3. */
+ * "input NAME DTYPE ITEMSIZE [SHAPE]", "output ..." of the same form, a shape being 2,3, and
+ * "alias INPUT OUTPUT", by position. What follows an empty line is what the kernel "archive" runs. */
 NRT_STATUS nrt_load(const void *neff, size_t size, int32_t vnc, int32_t vnc_count,
                     nrt_model_t **handle)
 {
     NRT_STATUS status = enter("nrt_load");
     if (status || vnc_count != -1 || vnc < 0 || (uint32_t)vnc >= cores)
         return leave(status ? status : NRT_INVALID);
-    char *text = strndup(neff, size), *rest = text, *line = strsep(&rest, "\n");
+    const char *archive = memmem(neff, size, "\n\n", 2);
+    archive = archive ? archive + 2 : (const char *)neff + size;
+    char *text = strndup(neff, archive - (const char *)neff), *rest = text;
+    char *line = strsep(&rest, "\n");
     nrt_model_t *model = make(MODEL, sizeof *model);
     model->vnc = vnc;
     bool good = !strcmp(line, "double-neff");
@@ -529,9 +556,15 @@ NRT_STATUS nrt_load(const void *neff, size_t size, int32_t vnc, int32_t vnc_coun
         else if (!strncmp(line, "time ", 5))
             model->ns = strtoull(line + 5, NULL, 10);
         else
-            good = parse_tensor(model, line);
+            good = !strncmp(line, "alias ", 6) ? parse_alias(model, line) : parse_tensor(model, line);
     }
     free(text);
+    if (good && !strcmp(model->kernel, "archive")) {
+        pthread_mutex_unlock(&lock); /* it may load a library */
+        model->number = keep ? keep(archive, (const char *)neff + size - archive) : 0;
+        pthread_mutex_lock(&lock);
+        good = model->number;
+    }
     model->object.live = good;
     *handle = model;
     return leave(good ? NRT_SUCCESS : NRT_UNSUPPORTED_NEFF_VERSION);
@@ -573,7 +606,7 @@ NRT_STATUS nrt_free_model_tensor_info(nrt_tensor_info_array_t *info)
 static int run_kernel(request_t *r)
 {
     nrt_model_t *model = r->model;
-    if (!strcmp(model->kernel, "host"))
+    if (!strcmp(model->kernel, "host") || !strcmp(model->kernel, "archive"))
         return host ? host(model->number, r->inputs, r->outputs) : NRT_FAILURE;
     if (!strcmp(model->kernel, "sum")) { /* of float32 inputs */
         size_t n = model->infos[model->inputs].size / sizeof(float);
@@ -694,7 +727,7 @@ static void check_hazards(request_t *r)
 {
     static const char *said = "unit %d queue %d: scheduled to %s what request %ld of unit %d queue"
                               " %d %s, before the completion of that was observed";
-    for (uint32_t c = 0; c < CORES; c++)
+    for (uint32_t c = 0; c < cores; c++)
         for (int x = 0; x < NRTA_XU_TYPE_NUM; x++)
             for (int i = 0; i < QUEUES; i++) {
                 queue_t *q = &queues[c][x][i], *mine = r->queue;
@@ -759,7 +792,8 @@ static NRT_STATUS accept(queue_t *q, request_t *r, outcome_t *outcome, nrta_seq_
             pthread_create(&q->thread, NULL, serve, q);
             q->started = true;
         }
-        pthread_cond_signal(&q->work);
+        if (q->permits)
+            pthread_cond_signal(&q->work);
     }
     __atomic_clear(&q->entered, __ATOMIC_SEQ_CST);
     if (status)
@@ -878,6 +912,9 @@ NRT_STATUS nrta_execute_schedule(nrt_model_t *model, const nrt_tensor_set_t *inp
         free(r);
         return leave(NRT_INVALID);
     }
+    for (int i = 0; i < model->aliases; i++)
+        if (r->inputs[model->alias[i][0]] != r->outputs[model->alias[i][1]])
+            violate("%s: the tensors of an aliased pair are two", what);
     return leave(accept(q, r, outcome, sequence));
 }
 
@@ -1043,6 +1080,7 @@ void double_reset(void)
     cores = 2;
     depth = 16;
     memory = 1 << 28;
+    family = 5;
     latency = jitter = complaint_count = record_count = 0;
     major = 2;
     minor = NRT_ABI == 228 ? 30 : NRT_ABI == 229 ? 31 : 32;
@@ -1052,7 +1090,8 @@ void double_reset(void)
     leave(NRT_SUCCESS);
 }
 
-void double_set_host(double_host_t function) { host = function; }
+void double_set_host(double_host_t function, double_keep_t other) { host = function, keep = other; }
+void double_set_family(uint32_t number) { family = number; }
 void double_set_cores(uint32_t count) { cores = count; }
 void double_set_memory(size_t bytes) { memory = bytes; }
 void double_set_depth(int requests) { depth = requests; }
@@ -1138,6 +1177,8 @@ bool double_layout(size_t index, const char **name, size_t *value)
         AT(nrt_tensor_info_t, ndim),
         SIZE(nrt_tensor_info_array_t), AT(nrt_tensor_info_array_t, tensor_count),
         AT(nrt_tensor_info_array_t, tensor_array),
+        SIZE(nrt_instance_info_t), AT(nrt_instance_info_t, family), AT(nrt_instance_info_t, size),
+        AT(nrt_instance_info_t, arch_name), AT(nrt_instance_info_t, device_revision),
         SIZE(nrt_vnc_memory_stats_t), AT(nrt_vnc_memory_stats_t, bytes_used),
         AT(nrt_vnc_memory_stats_t, bytes_limit),
         SIZE(nrt_version_t), AT(nrt_version_t, rt_major), AT(nrt_version_t, rt_minor),

@@ -57,11 +57,17 @@ typedef struct {
     char git_hash[64];
 } nrt_version_t;
 
+typedef struct {
+    uint32_t family, size;
+    char arch_name[16], device_revision[8];
+} nrt_instance_info_t;
+
 NRT_STATUS nrt_init(nrt_framework_type_t framework, const char *fw_version, const char *fal_version);
 void nrt_close(void);
 NRT_STATUS nrt_get_total_vnc_count(uint32_t *count);
 NRT_STATUS nrt_get_visible_vnc_count(uint32_t *count);
 NRT_STATUS nrt_get_version(nrt_version_t *version, size_t size);
+NRT_STATUS nrt_get_instance_info(nrt_instance_info_t *info, size_t size);
 const char *nrt_get_status_as_str(NRT_STATUS status);
 NRT_STATUS nrt_get_vnc_memory_stats(uint32_t vnc, nrt_vnc_memory_stats_t *stats, size_t in_size,
                                     size_t *out_size);
@@ -136,6 +142,9 @@ NRT_STATUS nrta_get_sequence(uint32_t lnc, nrta_xu_t xu, int queue, nrta_seq_t *
 /* Runs a model whose kernel is "host N"; what it returns is the status. */
 typedef int (*double_host_t)(int64_t number, void **inputs, void **outputs);
 
+/* Keeps what a model of the kernel "archive" carries; what it returns is its number, 0 is a failure. */
+typedef int64_t (*double_keep_t)(const void *archive, size_t size);
+
 /* One request that has ended, on the device's clock in seconds. */
 typedef struct {
     int64_t lnc, xu, queue;
@@ -144,7 +153,8 @@ typedef struct {
 } double_record_t;
 
 void double_reset(void);                    /* as if just loaded; waits for what runs */
-void double_set_host(double_host_t host);
+void double_set_host(double_host_t host, double_keep_t keep);
+void double_set_family(uint32_t family);
 void double_set_cores(uint32_t cores);
 void double_set_memory(size_t bytes);       /* per core */
 void double_set_depth(int requests);        /* per queue; more are refused with QUEUE_FULL */

@@ -10,28 +10,39 @@ import contextlib
 import ctypes
 import hashlib
 import itertools
+import random
+import tempfile
+import traceback
 import weakref
 from pathlib import Path
 
 import pytest
+import torch
 
+import neuron_streams
+from neuron_streams._compiler import archive
 from neuron_streams._runtime import cache, toolchain
 from neuron_streams._runtime.nrt.lib import Library
 from neuron_streams._runtime.nrt.model import Model, Neff
 from neuron_streams._runtime.nrt.queue import Request
-from neuron_streams._runtime.nrt.requests import Requests, block_of
+from neuron_streams._runtime.nrt.requests import Requests, Route, block_of
 from neuron_streams._runtime.nrt.runtime import NrtRuntime
+from neuron_streams._runtime.nrt.status import Status
 from neuron_streams._runtime.port import Kind, Payload
+from neuron_streams._runtime.program import load_on_cpu
+from neuron_streams.executable import Executable
 
 ABIS = ("2.28", "2.29", "2.30")
 FOLDER = Path(__file__).parent
 EXECUTION_FAILED = 1004
+MOST = 32  # tensors of a model of the double
 HOST = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.c_int64,
     ctypes.POINTER(ctypes.c_void_p),
     ctypes.POINTER(ctypes.c_void_p),
 )
+KEEP = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Record(ctypes.Structure):
@@ -99,7 +110,7 @@ class Double:
 
     def reset(self):
         self._library.double_reset()
-        self._library.double_set_host(_run_hosted)
+        self._library.double_set_host(_run_hosted, _keep_archive)
 
     def count(self, what):
         return self._library.double_count(what.encode())
@@ -139,8 +150,54 @@ def neff(kernel, inputs, outputs, time=0):
 
 
 def payload(kernel, inputs, outputs, time=0, /, **kwargs):
-    content = Neff(neff(kernel, inputs, outputs, time), **kwargs)
+    lines = [
+        f"alias {position} {list(outputs).index(name)}\n"
+        for position, name in kwargs.get("aliases", {}).items()
+        if name in outputs and position < len(inputs)
+    ]
+    content = Neff(neff(kernel, inputs, outputs, time) + "".join(lines).encode(), **kwargs)
     return Payload("neff", kernel, content)
+
+
+def neff_of(executable, names=None):
+    """The bytes of a model for the double that carries a compiled executable, as a NEFF does.
+
+    What it updates in place are aliased pairs: `x` and `x_out`, unless there are names for all
+    outputs, aliased ones last.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".neff") as file:
+        executable.save(file.name)
+        carried = Path(file.name).read_bytes()
+    lines = ["double-neff", "kernel archive"]
+    aliased = [spec for spec in executable.inputs if spec.name in executable.mutates]
+    names = names or [s.name for s in executable.outputs] + [f"{s.name}_out" for s in aliased]
+    lines += [_line("input", spec.name, spec) for spec in executable.inputs]
+    outputs = [*executable.outputs, *aliased]
+    lines += [_line("output", name, spec) for name, spec in zip(names, outputs, strict=False)]
+    for number, spec in enumerate(aliased, len(executable.outputs)):
+        lines.append(f"alias {executable.inputs.index(spec)} {number}")
+    return "\n".join(lines).encode() + b"\n\n" + carried
+
+
+def _line(usage, name, spec):
+    return f"{usage} {name} 10 {spec.dtype.itemsize} {','.join(map(str, spec.shape))}"
+
+
+def on_double(executable):
+    """An executable as a NEFF of the double."""
+    names = [spec.name for spec in executable.inputs]
+    neff = Neff(
+        neff_of(executable),
+        names,
+        [spec.name for spec in executable.outputs],
+        {names.index(name): f"{name}_out" for name in executable.mutates},
+    )
+    return Executable(executable._signature, Payload("neff", executable.name, neff))
+
+
+def compile_for_double(function, example_inputs, target="cpu", **how):
+    """`neuron_streams.compile`, whose executables are NEFFs of the double."""
+    return on_double(neuron_streams.compile(function, example_inputs, target=target, **how))
 
 
 class HostedModel(Model):
@@ -150,29 +207,43 @@ class HostedModel(Model):
 
 
 class HostedRequests(Requests):
-    """Requests of a runtime whose executables may be handles of Python.
+    """Requests of a runtime whose executables may be handles of Python, and of operators.
 
-    The model of such a handle has the tensors of the command where all are on its core, so that the
-    double sees who reads and writes what.
+    The model of such a command has its tensors where all are on its core, so that the double sees
+    who reads and writes what.
     """
+
+    def route(self, command, device, lane):
+        if command.kind == Kind.OPERATOR:
+            return Route(self._queue(device, self._library.units.compute, 0), True)
+        return super().route(command, device, lane)
+
+    def of(self, command, queue):
+        if command.kind == Kind.OPERATOR:
+            return iter([self._hosted(command, [(b, 0) for b in command.reads], queue)])
+        return super().of(command, queue)
 
     def _execute(self, command, queue):
         if isinstance(command.handle, Model):
             return super()._execute(command, queue)
-        number, buffers = next(_numbers), [*(b for b, _ in command.inputs), *command.outputs]
+        return self._hosted(command, command.inputs, queue)
+
+    def _hosted(self, command, inputs, queue):
+        number, made = next(_numbers), command.outputs
+        written = [b for b in command.mutated if b not in [given for given, _ in inputs]]
+        buffers = [*(b for b, _ in inputs), *made, *written]
         lines = ["double-neff", f"kernel host {number}"]
-        given, made = [], []
-        if all(buffer.device == queue.device for buffer in buffers):
-            given, made = command.inputs, command.outputs
-        given = [(b, start, b.nbytes - start) for b, start in given if b.nbytes - start]
-        made = [(b, 0, b.nbytes) for b in made if b.nbytes]
+        given = [(b, start, b.nbytes - start) for b, start in inputs if b.nbytes - start]
+        made = [(b, 0, b.nbytes) for b in (*made, *written) if b.nbytes]
         made += [item for item in given if item[0] in command.mutated]
+        if len(given) + len(made) > MOST or any(b.device != queue.device for b in buffers):
+            given, made = [], []
         lines += [f"input i{n} 10 1 {size}" for n, (_, _, size) in enumerate(given)]
         lines += [f"output o{n} 10 1 {size}" for n, (_, _, size) in enumerate(made)]
         payload = Payload("neff", command.name, Neff(("\n".join(lines) + "\n").encode()))
         model = HostedModel.load(self._library, payload, queue.device)
         self.runtime._models.append(model)
-        _hosted[number] = command, model, self.runtime._inside, self.ticket
+        _running[number] = command, model, self.runtime._inside, self.ticket
         memory, sets = self._memories[queue.device], self._sets.take(model.handle)
         tensors = [
             [memory.slice(block_of(b, b.device), start, size) for b, start, size in items]
@@ -187,16 +258,68 @@ class HostedRequests(Requests):
         return Request(queue, schedule, arguments, (command, model), sets)
 
 
-_hosted = {}
+_running = {}
 _numbers = itertools.count(1)
+
+
+_archives = {}
+
+
+@KEEP
+def _keep_archive(address, size):
+    try:
+        with tempfile.NamedTemporaryFile(suffix=".neff") as file:
+            Path(file.name).write_bytes(ctypes.string_at(address, size))
+            signature, payload = archive.read(file.name)
+        number = next(_numbers)
+        _archives[number] = signature, load_on_cpu(payload, 0)
+    except Exception:
+        traceback.print_exc()
+        return 0
+    return number
+
+
+def _run_archive(signature, handle, inputs, outputs):
+    try:
+        given = [_tensor_at(inputs[n], spec) for n, spec in enumerate(signature.inputs)]
+        with torch.inference_mode():
+            made = handle.run(given)
+        for n, result in enumerate(made):
+            whole = result.contiguous()
+            ctypes.memmove(outputs[n], whole.data_ptr(), whole.nbytes)
+    except Exception:
+        traceback.print_exc()
+        return EXECUTION_FAILED
+    return 0
+
+
+def _tensor_at(address, spec):
+    nbytes = spec.dtype.itemsize * torch.Size(spec.shape).numel()
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    return torch.frombuffer(memory, dtype=spec.dtype).view(spec.shape)
 
 
 @HOST
 def _run_hosted(number, inputs, outputs):
-    command, model, inside, ticket = _hosted.pop(number)
+    if number in _archives:
+        return _run_archive(*_archives[number], inputs, outputs)
+    command, model, inside, ticket = _running.pop(number)
     inside.here = True
     model.failure = command.attempt(ticket)
     return EXECUTION_FAILED if model.failure is not None else 0
+
+
+def unsteady(abi, seed=0, devices=2, **how):
+    """A runtime on a double with small queues, which is late unevenly and refuses now and then."""
+    drawn = random.Random(seed)
+    runtime = DoubleRuntime(devices, abi, in_flight=drawn.randint(1, 5), **how)
+    double = runtime.double
+    double.set_depth(drawn.randint(1, 4))
+    double.set_latency(0, drawn.choice([0, 100_000, 500_000]))
+    for device in range(devices):
+        for unit in {double.read, double.write, double.copy, double.compute}:
+            double.refuse(device, unit, 0, drawn.randint(0, 3), Status.QUEUE_FULL)
+    return runtime
 
 
 class DoubleRuntime(NrtRuntime):
@@ -211,7 +334,7 @@ class DoubleRuntime(NrtRuntime):
         self.double = Double(abi)
         self.double.set_cores(devices)
         self.forgiven = False
-        self.reachable = reachable
+        self.reachable = self.reaches_memory = reachable
         super().__init__(Library(self.double.path), **kwargs)
         found = self._requests
         self._requests = HostedRequests(self._library, found._memories, found._sets, found._queue)
@@ -228,7 +351,8 @@ class DoubleRuntime(NrtRuntime):
         return super()._begin(step, queue)
 
     def _failed(self, step, status):
-        model = step.request.kept[1] if step.kind is Kind.EXECUTE else None
+        hosted = step.kind in (Kind.EXECUTE, Kind.OPERATOR) and step.request is not None
+        model = step.request.kept[1] if hosted else None
         return getattr(model, "failure", None) or super()._failed(step, status)
 
     def close(self, timeout=None):

@@ -16,12 +16,14 @@ from tests.runtime.nrt.doubled import Double
 NAMES = {
     "nrt_tensor_info_t": structs.TensorInfo,
     "nrt_tensor_info_array_t": structs.TensorInfos,
+    "nrt_instance_info_t": structs.InstanceInfo,
     "nrt_vnc_memory_stats_t": structs.MemoryStats,
     "nrt_version_t": structs.Version,
     "nrta_error_t": structs.ErrorRecord,
 }
 DOCUMENTED = {
     "nrt_tensor_info_t": 296,
+    "nrt_instance_info_t": 32,
     "nrt_vnc_memory_stats_t": 16,
     "nrt_version_t": 224,
 }
@@ -59,6 +61,16 @@ def test_symbols_and_version_must_agree(abi, version):
         return
     with pytest.raises(LibraryError, match=f"symbols show the asynchronous ABI of {abi}"):
         Library(double.path)
+
+
+def test_the_target_is_that_of_the_family(abi):
+    double = Double(abi)
+    library = Library(double.path)
+    for family, target in ((2, "trn1"), (4, "inf2"), (5, "trn2"), (9, "trn2"), (14, "trn3")):
+        double.set_family(family)
+        assert library.target() == target
+    double.set_family(1)
+    assert library.target() is None
 
 
 def test_the_library_is_that_of_the_variable(monkeypatch, abi):

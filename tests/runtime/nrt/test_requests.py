@@ -147,12 +147,6 @@ def test_a_buffer_of_another_runtime_is_refused():
         block_of(port.allocate(0, 8), 0)
 
 
-def test_an_operator_is_refused_with_what_to_do(runtime):
-    x = torch.empty(2, device="neuron")
-    with pytest.raises(NotImplementedError, match=r"add.*neuron_streams.compile"):
-        x + x
-
-
 def test_a_sleep_keeps_its_unit(runtime):
     lane, other, kernels = runtime.open_lane(0), runtime.open_lane(0), Kernels(runtime)
     runtime.submit(lane, core().Sleep(0.05))

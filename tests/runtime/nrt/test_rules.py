@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import threading
 import weakref
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 
 from neuron_streams._runtime.nrt import notice
+from neuron_streams._runtime.nrt import runtime as runtime_module
 from neuron_streams._runtime.nrt.memory import Memory
 from neuron_streams._runtime.nrt.order import Order
 from neuron_streams._runtime.nrt.progress import Progress
 from neuron_streams._runtime.nrt.queue import Queue
 from neuron_streams._runtime.nrt.requests import Requests, Route
 from neuron_streams._runtime.nrt.runtime import NrtRuntime
-from neuron_streams._runtime.nrt.sets import Sets
+from neuron_streams._runtime.nrt.sets import SetPair, Sets
 from neuron_streams._runtime.nrt.status import DeviceLostError, Status
 from neuron_streams._runtime.port import Kind
 from neuron_streams.context import core
@@ -171,6 +174,24 @@ def read_before_overwrite(runtime):
     assert value_of(runtime, lane, made) == [2.0, 3.0]
 
 
+def without_unordered_lanes(patch):
+    patch(Progress, "_clashes", lambda self, step, queue: False)
+
+
+@rule("even where a program does not order that: what is in flight reads what it was given")
+def unordered_lanes(runtime):
+    kernels, (a, b) = Kernels(runtime), [runtime.open_lane(0) for _ in range(2)]
+    x = floats(runtime, 1.0, 2.0)
+    with runtime.double.held(runtime.double.compute):
+        _, made = kernels.plus_one(a, x)
+        last = runtime.submit(b, core().Copy(zeros(2), x))
+        other = runtime.submit(b, core().Copy(zeros(2), view_of(runtime, 2)))
+        assert scheduled(runtime) == 1
+    finish(runtime, last, other)
+    assert value_of(runtime, a, made) == [2.0, 3.0]
+    assert value_of(runtime, b, x) == [0.0, 0.0]
+
+
 without_other_lane = without_order_within_the_queue
 
 
@@ -272,6 +293,22 @@ def host_work(runtime):
     assert value_of(runtime, lane, y) == [1.0, 2.0]
 
 
+without_shared_queue = without_same_queue
+
+
+@rule("since the second ABI a copy follows a write on one queue", abis=("2.29", "2.30"))
+def shared_queue(runtime):
+    lane, x, y = runtime.open_lane(0), view_of(runtime, 2), view_of(runtime, 2)
+    out = zeros(2)
+    with runtime.double.held(runtime.double.copy, queue=lane % 2):
+        runtime.submit(lane, core().Copy(torch.ones(2), x))
+        runtime.submit(lane, core().Copy(x, y))
+        last = runtime.submit(lane, core().Copy(y, out))
+        assert scheduled(runtime) == 3
+    finish(runtime, last)
+    assert out.tolist() == [1.0, 1.0]
+
+
 # -- statuses, and room ----------------------------------------------------------------------
 
 
@@ -348,6 +385,43 @@ def status_at_completion(runtime):
     assert failure.error.status == Status.EXEC_BAD_INPUT
     assert failure.ticket == tickets[1][0]
     assert [buffer.failure for _, buffer in tickets] == [None, failure, None]
+
+
+def without_poison_behind(patch):
+    real = Progress._bring_back
+
+    def forgive(self, request, step, status, now):
+        blame = type("Command", (), {"blame": lambda self: None})()
+        step.command, kept = Blameless(step.command, blame), step.command
+        try:
+            real(self, request, step, status, now)
+        finally:
+            step.command = kept
+
+    patch(Progress, "_bring_back", forgive)
+
+
+class Blameless:
+    """A command that has read nothing poisoned."""
+
+    def __init__(self, command, other):
+        self._command, self.blame = command, other.blame
+
+    def __getattr__(self, name):
+        return getattr(self._command, name)
+
+
+@rule("what was queued behind a request that failed is of no use, though the hardware runs it")
+def poison_behind(runtime):
+    kernels, lane = Kernels(runtime), runtime.open_lane(0)
+    runtime.double.fail(0, runtime.double.compute, 0, 0, Status.EXEC_OOB)
+    with runtime.double.held(runtime.double.compute):
+        _, one = kernels.plus_one(lane, floats(runtime, 1.0, 2.0))
+        last, two = kernels.plus_one(lane, one)
+        assert scheduled(runtime) == 2
+    finish(runtime, last)
+    assert two.buffer.failure is not None
+    assert two.buffer.failure.error is one.buffer.failure.error
 
 
 def without_unrecoverable(patch):
@@ -442,6 +516,25 @@ def tensor_sets(runtime):
         for _ in range(3):
             last, _ = kernels.plus_one(lane, floats(runtime, 1.0, 2.0))
     finish(runtime, last)
+
+
+def without_aliased_pair(patch):
+    real = SetPair.fill
+
+    def apart(self, inputs, outputs):
+        other = ctypes.c_void_p()
+        self._library.call("nrt_tensor_allocate", 0, 0, 8, None, ctypes.byref(other))
+        real(self, inputs, [(name, other.value) for name, _ in outputs])
+
+    patch(SetPair, "fill", apart)
+
+
+@rule("what an execution updates in place is one tensor in both of its sets")
+def aliased_pair(runtime):
+    kernels, lane = Kernels(runtime), runtime.open_lane(0)
+    x = floats(runtime, 1.0, 2.0)
+    finish(runtime, kernels.update_in_place(lane, x))
+    assert value_of(runtime, lane, x) == [2.0, 3.0]
 
 
 def without_tensors_of_sets(patch):
@@ -542,6 +635,33 @@ def one_registration(runtime):
     finish(runtime, last)
 
 
+def without_looked_for(patch):
+    patch(notice.Polling, "wait", lambda self, timeout: self._poll(timeout))
+    patch(notice.Polling, "arm", lambda self, queue: None)
+    patch(runtime_module, "LOOK_AGAIN", None)
+
+
+@rule("completions are looked for where nothing signals them", abis=("2.29",))
+def looked_for(runtime):
+    kernels, lane = Kernels(runtime), runtime.open_lane(0)
+    with runtime.double.held(runtime.double.compute):
+        last, _ = kernels.plus_one(lane, floats(runtime, 1.0, 2.0))
+        threading.Timer(0.05, runtime.double.release, (0, runtime.double.compute, 0, -1)).start()
+        runtime.wait(last, 1)
+
+
+def without_closed_handles(patch):
+    patch(notice, "os", SimpleNamespace(**{**vars(os), "close": lambda fd: None}))
+
+
+@rule("completion handles are closed", abis=("2.28",))
+def closed_handles(runtime):
+    kernels, lane = Kernels(runtime), runtime.open_lane(0)
+    for _ in range(3):
+        finish(runtime, kernels.plus_one(lane, floats(runtime, 1.0, 2.0))[0])
+    runtime.close()
+
+
 def without_many_waiters(patch):
     real = NrtRuntime.wait
 
@@ -596,6 +716,7 @@ def test_it_holds(make, text, abis, kwargs, scenario, breaks_it, of_abi):
 def test_it_fails_without_its_guard(
     make, monkeypatch, text, abis, kwargs, scenario, breaks_it, of_abi
 ):
+    without_unordered_lanes(monkeypatch.setattr)  # the net that would catch what the guard lets go
     breaks_it(monkeypatch.setattr)
     runtime = make(**kwargs)
     runtime.forgiven = True

@@ -265,16 +265,30 @@ double.hold(0, double.compute, 0)
 from tests.runtime.nrt.test_runtime import loaded
 loaded(None, "increment", {"x": 2}, {"y": 2})([torch.ones(2)])
 """,
-    "a waiting thread": """
-import contextlib
+    "a thread that waits in vain": """
 import threading
 from neuron_streams.testing import Gate
 stream = neuron_streams.Stream()
 gate = Gate(stream)
 def wait():
-    with contextlib.suppress(neuron_streams.errors.CancelledError):
+    try:
         stream.synchronize()
+    except RuntimeError as error:
+        assert "The main thread has ended, nothing runs on the devices" in str(error)
 threading.Thread(target=wait).start()
+""",
+    "a thread whose wait another one ends": """
+import threading
+import time
+from neuron_streams.testing import Gate
+stream = neuron_streams.Stream()
+gate = Gate(stream)
+def release():
+    threading.main_thread().join()
+    time.sleep(0.3)
+    gate.open()
+threading.Thread(target=stream.synchronize).start()
+threading.Thread(target=release).start()
 """,
 }
 

@@ -12,7 +12,7 @@ def test_a_machine_without_it(monkeypatch):
     found = survey()
     assert str(found).startswith("no libnrt, 0 cores, no driver")
     assert "install aws-neuronx-runtime-lib" in found.missing[0]
-    assert doctor._advice_on(found) == [], "which is no fault of a machine without a device"
+    assert doctor._advice_on(found, None) == [], "which is no fault of a machine without a device"
 
 
 def test_a_library_is_named_with_its_abi_and_cores(monkeypatch, abi):
@@ -26,6 +26,8 @@ def test_a_library_is_named_with_its_abi_and_cores(monkeypatch, abi):
 
 def test_a_device_is_mentioned_with_what_it_lacks():
     lacking = Survey("libnrt", 2, True, None, ["Install neuronx-cc"])
-    first, last = doctor._advice_on(lacking)
+    first, second, last = doctor._advice_on(lacking, None)
     assert first == "Install neuronx-cc"
+    assert second.startswith("Install torch-neuronx in this Python, or name one that has it in")
+    assert len(doctor._advice_on(lacking, "torch-neuronx 2.9")) == 2
     assert last.startswith("There is a Neuron device: NEURON_STREAMS_RUNTIME=nrt drives it")
