@@ -239,7 +239,7 @@ class Group final : public c10d::Backend {
   WorkPtr reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override {
     return launch(
-        OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter_tensor_coalesced", inputs, outputs,
+        OpType::_REDUCE_SCATTER_BASE, "reduce_scatter_tensor_coalesced", inputs, outputs,
         [t = transport_, y = on_host(outputs), x = on_host(inputs), opts]() mutable {
           return t->reduce_scatter_tensor_coalesced(y, x, opts);
         });

@@ -63,7 +63,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     mine->streams[static_cast<size_t>(state->device)] = state;
     return before;
   }
-  void* getStreamNativeHandle(const c10::Stream stream) const override {
+  // An override from torch 2.11 on.
+  void* getStreamNativeHandle(const c10::Stream stream) const {
     return reinterpret_cast<void*>(stream.id() & ~c10::StreamId(1));
   }
   bool queryStream(const c10::Stream& stream) const override { return state_of(stream)->done(); }
