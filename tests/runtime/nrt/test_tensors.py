@@ -41,6 +41,25 @@ def test_views_are_windows_on_one_tensor(device):
     assert device.double.count("allocated") == 1
 
 
+def test_a_clone_is_a_copy(device):
+    x = torch.arange(24.0).reshape(4, 6).to("neuron")
+    for view in (x, x.t(), x[1:3], x[:, 2], x[:0], x[1, 1]):
+        made = view.clone()
+        assert made.cpu().equal(view.cpu())
+        assert made.stride() == torch.empty_like(view, device="meta").stride()
+    wide = torch.arange(16.0).reshape(1, 2, 2, 4).to("neuron")
+    last = wide.clone(memory_format=torch.channels_last)
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    assert last.cpu().equal(wide.cpu())
+    assert x.t().contiguous().cpu().equal(x.cpu().t())
+
+
+def test_no_address_of_it_is_given_away(device):
+    x = torch.arange(3.0).to("neuron")
+    with pytest.raises(BufferError, match="^DLPack hands out addresses, and the memory of a"):
+        torch.from_dlpack(x)
+
+
 def test_a_storage_that_grows_keeps_what_it_has(device):
     x = torch.arange(4.0).to("neuron")
     x.resize_(8)
