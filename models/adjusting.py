@@ -73,15 +73,15 @@ class Admit(nn.Module):
         return inputs["slots"] + 0  # an executable returns something
 
 
-def count(token_counts: Tensor, prompt_lengths: Tensor, slots: Tensor, span: Span) -> None:
+def count(token_counts: Tensor, prompt_lengths: Tensor, span: Span) -> None:
     """Count the tokens of a step, each as prompt or output; padding counts for the scratch slot.
 
     Args:
         token_counts: int32 [2, slots, vocab], updated in place.
-        prompt_lengths, slots: int [rows], of each row's own slot.
+        prompt_lengths: int [parts], of the owners.
     """
     is_output = (span.positions >= prompt_lengths[:, None]).long()
-    where = torch.where(span.valid, slots[:, None], 0)
+    where = torch.where(span.valid, span.owners[:, None], 0)
     once = torch.ones_like(where, dtype=torch.int32)
     token_counts.index_put_((is_output, where, span.input_ids.long()), once, accumulate=True)
 

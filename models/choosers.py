@@ -71,7 +71,7 @@ class Adjusted(nn.Module):
         """The step's own tokens count before they change its logits."""
         own = {table.field: tables[name][slots] for name, table in adjusting.TABLES.items()}
         counts = tables["token_counts"]
-        adjusting.count(counts, own["num_prompt_tokens"], slots, span)
+        adjusting.count(counts, tables["prompt_lengths"][span.owners], span)
         adjusted = adjusting.adjust(logits, counts[:, slots], span.ends, own)
         parameters = (tables[name][slots] for name in SAMPLING_TABLES)
         tokens = self.sampler(adjusted, *parameters, span.ends, own["min_p"])

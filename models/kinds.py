@@ -1,6 +1,6 @@
 """The kinds of step, put together: what computes logits, what chooses, and what is kept.
 
-[chunked_]{greedy,sampled,adjusted}_prefill    [gathered_]{greedy,sampled,adjusted}_decode
+{greedy,sampled,adjusted}_prefill    [gathered_]{greedy,sampled,adjusted}_decode
 """
 
 from __future__ import annotations
@@ -11,22 +11,17 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor, nn, where
 
 from models.choosers import CHOOSERS, SAMPLING_TABLES
-from models.chunks import Chunk
 from models.layers import Weights
-from models.steps import Decode, Prefill
-from neuron_streams.decode import SamplerOutput
+from models.packed import Packed
+from models.steps import Decode
+from neuron_streams.decode.logprobs import split
 from neuron_streams.decode.model import Sampled
 
 __all__ = ["Compile", "Executable", "Step"]
 
 Executable: TypeAlias = Callable[..., Any]
 
-_LAYERS: dict[tuple[str, ...], type[Prefill] | type[Chunk] | type[Decode]] = {
-    ("prefill",): Prefill,
-    ("chunked", "prefill"): Chunk,
-    ("decode",): Decode,
-    ("gathered", "decode"): Decode,
-}
+_LAYERS: dict[str, type[Packed] | type[Decode]] = {"prefill": Packed, "decode": Decode}
 
 
 class Compile(Protocol):
@@ -49,8 +44,9 @@ class Compile(Protocol):
 class Step(nn.Module):
     """A step of one kind, whose inputs come by name.
 
-    A prefill also keeps the sampling parameters of its slots, and the tokens that it sampled. A
-    gathered decode step takes those for its negative ids, and keeps its own.
+    A prefill, which may carry rows that decode, also keeps the sampling parameters of its slots. It
+    and a gathered decode step keep the tokens that they sample, and take for negative ids those
+    that were kept.
 
     Attributes:
         inputs: The names of what the host gives, in order.
@@ -61,14 +57,15 @@ class Step(nn.Module):
     def __init__(self, kind: str, weights: Weights, max_length: int) -> None:
         super().__init__()
         *how, choice, phase = kind.split("_")
-        parts = (*how, phase)
-        self.layers = _LAYERS[parts](weights, max_length)
+        self.layers = _LAYERS[phase](weights, max_length)
         self.chooser = CHOOSERS[choice]()
-        self.keeps, self.gathers = phase == "prefill", how == ["gathered"]
+        self.keeps = phase == "prefill"
+        self.gathers = self.keeps or how == ["gathered"]
+        self._owner = "owners" if self.keeps else "slots"
         kept = tuple(SAMPLING_TABLES) if self.keeps else ()
         fields = (field for field, _ in SAMPLING_TABLES.values()) if self.keeps else ()
         tables = tuple(dict.fromkeys((*kept, *self.chooser.tables)))
-        last = ("last_sampled",) if self.keeps or self.gathers else ()
+        last = ("last_sampled",) if self.gathers else ()
         self.inputs = (*self.layers.inputs, *fields)
         self.state = ("kv_cache", *tables, *last)
         written = {"kv_cache", *kept, "token_counts", *last}
@@ -82,11 +79,11 @@ class Step(nn.Module):
                 tensors[table].index_put_((slots,), tensors[field])
         if self.gathers:
             known = tensors["input_ids"]
-            tensors["input_ids"] = where(known < 0, tensors["last_sampled"][slots], known)
+            owners = tensors[self._owner].long()
+            tensors["input_ids"] = where(known < 0, tensors["last_sampled"][owners], known)
         given = [tensors[name] for name in self.layers.inputs]
         logits = self.layers(*given, tensors["kv_cache"])
         chosen: Sampled = self.chooser(logits, self.layers.span(*given), slots, tensors)
-        if self.keeps or self.gathers:
-            tokens = chosen.sampled_token_ids if isinstance(chosen, SamplerOutput) else chosen
-            tensors["last_sampled"].index_put_((slots,), tokens)
+        if self.gathers:
+            tensors["last_sampled"].index_put_((slots,), split(chosen)[0])
         return chosen

@@ -12,18 +12,25 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from models import adjusting
 from models.choosers import CHOOSERS, SAMPLING_TABLES
 from models.config import LlamaConfig
 from models.kinds import Compile, Executable, Step
 from models.layers import Weights
+from models.packed import pack
 from models.state import empty_state
 from models.steps import Remap
-from neuron_streams.decode import SamplerOutput, SamplingTensors
-from neuron_streams.decode.model import Sampled
+from models.windows import WindowStep
+from neuron_streams.decode import LogprobsTensors, SamplingTensors, Window, WindowOutput
+from neuron_streams.decode.logprobs import split
+from neuron_streams.decode.model import MAX_STOP_IDS, Sampled
 
 __all__ = ["Compile", "Llama", "LlamaConfig"]
+
+_BLOCK = 16
+"""Tokens that share a read of their slot: fewer leave less padding, more read the cache less."""
 
 
 class Llama:
@@ -38,7 +45,8 @@ class Llama:
         max_length: Tokens that a slot can hold, prompt and output together.
         num_slots: Slots of the KV cache, the scratch slot 0 among them.
         batch_buckets: Row counts of a decode step; those beyond `num_slots - 1` are left out.
-        prompt_buckets: Lengths of a prefill step; those beyond `max_length` are cut to it.
+        prompt_buckets: Token counts of a step that takes in prompts, whosever they are; those
+            beyond `max_length` are cut to it, and all are rounded up to whole blocks.
         device: Where the caches live; the current Neuron device when None.
         compile: `neuron_streams.compile` when None, or a function of its signature.
 
@@ -48,16 +56,16 @@ class Llama:
 
     on_device_sampling = True
     adjusts_logits = True
-    prefill_batch = 1
+    window_sizes = (2, 4, 8)
 
     def __init__(
         self,
         weights: Weights,
         *,
         max_length: int = 512,
-        num_slots: int = 9,
+        num_slots: int = 12,
         batch_buckets: Iterable[int] = (1, 2, 4, 8),
-        prompt_buckets: Iterable[int] = (64, 128, 256, 512),
+        prompt_buckets: Iterable[int] = (64, 256, 512),
         device: torch.device | str | None = None,
         compile: Compile | None = None,  # noqa: A002
     ) -> None:
@@ -67,7 +75,10 @@ class Llama:
         self.weights = weights
         self.max_length, self.num_slots = max_length, num_slots
         self.batch_buckets = _buckets("batch_buckets", batch_buckets, num_slots - 1, cut=False)
-        self.prompt_buckets = _buckets("prompt_buckets", prompt_buckets, max_length, cut=True)
+        sizes = _buckets("prompt_buckets", prompt_buckets, max_length, cut=True)
+        self.token_block = min(_BLOCK, sizes[0])
+        self.prompt_buckets = _in_blocks(sizes, self.token_block)
+        self.prefill_batch = self.batch_buckets[-1]
         self.vocab_size, self.eos_token_ids = config.vocab_size, config.eos_token_ids
         self.device = _neuron_device() if device is None else torch.device(device)
         self._compile = _neuron_compile() if compile is None else compile
@@ -81,14 +92,16 @@ class Llama:
     def prefill(
         self, input_ids: Tensor, lengths: Tensor, slots: Tensor, sampling: SamplingTensors
     ) -> Sampled:
-        """Fill the slots with prompts and return the token that follows each, int32 [n].
+        """Fill the slots with prompts and return the token that follows each, int32 [n] or more.
 
         Raises:
-            ValueError: No such bucket.
+            ValueError: They are too many for one step.
         """
-        return self._prefill("", (input_ids, lengths, slots), sampling)
+        rows = zip(input_ids.tolist(), lengths.tolist(), strict=True)
+        known = [token for row, length in rows for token in row[:length]]
+        return self.packed(_int32(known), torch.zeros_like(lengths), lengths, slots, sampling)
 
-    def prefill_chunk(
+    def packed(
         self,
         input_ids: Tensor,
         starts: Tensor,
@@ -96,33 +109,49 @@ class Llama:
         slots: Tensor,
         sampling: SamplingTensors,
     ) -> Sampled:
-        """As `prefill`, on slots that hold `starts` tokens already."""
-        return self._prefill("chunked_", (input_ids, starts, lengths, slots), sampling)
+        """Append tokens to the slots and return the token that follows each row, int32 [n] or more.
 
-    def _prefill(self, how: str, inputs: tuple[Tensor, ...], sampling: SamplingTensors) -> Sampled:
-        slots = inputs[-1]
+        Raises:
+            ValueError: They are too many for one step.
+        """
+        rows = self.batch_buckets[-1]
+        given = (each.tolist() for each in (input_ids, starts, lengths, slots))
+        packing = pack(*given, rows=rows, buckets=self.prompt_buckets, block=self.token_block)
         choice = "sampled" if bool((sampling.temperature > 0).any()) else "greedy"
         choice = choice if sampling.adjustments is None else "adjusted"
-        kind = f"{how}{choice}_prefill"
-        run = self._executable(kind, inputs[0].shape[1])
-        if not how:
-            self._admit(slots, sampling)
-        return self._sampled(slots, run(*inputs, *sampling[:4], *self._state_of(kind)))
+        kind = f"{choice}_prefill"
+        run = self._executable(kind, len(packing.input_ids) - rows)
+        self._admit((starts == 0).nonzero()[:, 0], slots, sampling)
+        fields = [
+            _filled(field, rows, value)
+            for field, value in zip(sampling[:4], (0, 0, 1, 0), strict=True)
+        ]
+        return self._sampled(slots, run(*packing, *fields, *self._state_of(kind)))
 
-    def _admit(self, slots: Tensor, sampling: SamplingTensors) -> None:
-        """Note what new requests want of later steps, and clear their slots of the last tenants."""
-        numbers, adjustments = slots.tolist(), sampling.adjustments
-        _note(self._sampling_slots, numbers, (sampling.temperature > 0).tolist())
+    def _admit(self, fresh: Tensor, slots: Tensor, sampling: SamplingTensors) -> None:
+        """Note what new requests want of later steps, and clear their slots of the last tenants.
+
+        Args:
+            fresh: int64 [m], which rows are new requests.
+            slots: int32 [n].
+            sampling: Of n rows.
+        """
+        numbers, adjustments = slots[fresh].tolist(), sampling.adjustments
+        _note(self._sampling_slots, numbers, (sampling.temperature[fresh] > 0).tolist())
         if adjustments is None and self._adjusted_slots.isdisjoint(numbers):
             return
         self._allocate()
-        wanted = adjustments or adjusting.neutral(len(numbers), self.vocab_size)
-        run = self._executable("admit", len(numbers))
+        rows = self.prefill_batch
+        wanted = adjusting.neutral(rows, self.vocab_size)
+        if adjustments is not None:
+            for into, field in zip(wanted, adjustments, strict=True):
+                into[: len(numbers)] = field[fresh]
         fields = wanted._asdict()
         logprobs = fields.pop("num_logprobs") >= 0
-        run(slots, *fields.values(), *self._state_of("admit"))
+        run = self._executable("admit", rows)
+        run(_filled(slots[fresh], rows, 0), *fields.values(), *self._state_of("admit"))
         _note(self._adjusted_slots, numbers, [adjustments is not None] * len(numbers))
-        _note(self._logprobs_slots, numbers, logprobs.tolist())
+        _note(self._logprobs_slots, numbers, logprobs[: len(numbers)].tolist())
 
     def _allocate(self) -> None:
         """Make the tables that only adjustments need, once the first request asks for them."""
@@ -132,9 +161,8 @@ class Llama:
 
     def _sampled(self, slots: Tensor, result: Sampled) -> Sampled:
         """What the step gave, without log-probabilities where nobody wants them."""
-        if isinstance(result, SamplerOutput) and self._logprobs_slots.isdisjoint(slots.tolist()):
-            return result.sampled_token_ids
-        return result
+        wanted = not self._logprobs_slots.isdisjoint(slots.tolist())
+        return result if wanted else split(result)[0]
 
     def decode(self, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Sampled:
         """Append `input_ids` to the slots at `positions` and return the next tokens, int32 [B].
@@ -148,13 +176,32 @@ class Llama:
         """As `decode`; a negative id stands for the token last sampled for the row's slot."""
         return self._decode("gathered_", input_ids, positions, slots)
 
+    def decode_window(
+        self, input_ids: Tensor, positions: Tensor, slots: Tensor, window: Window
+    ) -> WindowOutput:
+        """So many steps of `decode_gather`, each on the tokens of the one before.
+
+        Raises:
+            ValueError: No such bucket, or no window of so many steps.
+        """
+        kind = f"windowed{window.num_steps}_{self._choice(slots)}_decode"
+        run = self._executable(kind, input_ids.shape[0])
+        inputs = input_ids, positions, slots, window.limits, window.stop_token_ids
+        tokens, last, *logprobs = run(*inputs, *self._state_of(kind))
+        if not logprobs or self._logprobs_slots.isdisjoint(slots.tolist()):
+            return WindowOutput(tokens, last)
+        return WindowOutput(tokens, last, LogprobsTensors(*logprobs))
+
     def _decode(self, how: str, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Sampled:
-        numbers = slots.tolist()
-        choice = "greedy" if self._sampling_slots.isdisjoint(numbers) else "sampled"
-        choice = choice if self._adjusted_slots.isdisjoint(numbers) else "adjusted"
-        kind = f"{how}{choice}_decode"
+        kind = f"{how}{self._choice(slots)}_decode"
         run = self._executable(kind, input_ids.shape[0])
         return self._sampled(slots, run(input_ids, positions, slots, *self._state_of(kind)))
+
+    def _choice(self, slots: Tensor) -> str:
+        """The least that honours what the slots want."""
+        numbers = slots.tolist()
+        choice = "greedy" if self._sampling_slots.isdisjoint(numbers) else "sampled"
+        return choice if self._adjusted_slots.isdisjoint(numbers) else "adjusted"
 
     def remap(self, future: Tensor, index: Tensor) -> Tensor:
         """Row i of the result is row `index[i]` of the future."""
@@ -169,6 +216,7 @@ class Llama:
         sampled: bool = False,
         adjusted: bool = False,
         gather: bool = False,
+        steps_per_launch: int = 1,
         progress: bool = False,
     ) -> None:
         """Compile ahead of use: the buckets asked for, all when None. Host: blocks.
@@ -177,6 +225,7 @@ class Llama:
             sampled: Also what a request with a temperature needs.
             adjusted: Also what a request needs that asks for any of `Adjustments`.
             gather: The decode steps of `policy="gather"` instead of the others.
+            steps_per_launch: Also the windows of a loop with so many.
             progress: Show a bar on stderr.
         """
         rows = self.batch_buckets if batch_buckets is None else tuple(batch_buckets)
@@ -187,6 +236,13 @@ class Llama:
         wanted += [(f"{kind}_prefill", size) for kind in kinds for size in lengths]
         how = "gathered_" if gather else ""
         wanted += [(f"{how}{kind}_decode", size) for kind in kinds for size in rows]
+        windows = [steps for steps in self.window_sizes if steps <= steps_per_launch]
+        wanted += [
+            (f"windowed{steps}_{kind}_decode", size)
+            for steps in windows
+            for kind in kinds
+            for size in rows
+        ]
         for kind, size in _with_bar(wanted, progress):
             self._executable(kind, size)
 
@@ -205,11 +261,20 @@ class Llama:
         buckets = self.prompt_buckets if kind.endswith("prefill") else self.batch_buckets
         if size not in buckets:
             raise ValueError(f"{kind} of {size}: no such bucket; pad to one of {buckets}")
-        step = Step(kind, self.weights, self.max_length)
+        step = self._step(kind)
         self._states[kind] = step.state
         state = self._empty_state() | adjusting.empty_tables(self.num_slots, self.vocab_size)
         inputs = self._inputs(step, size) | {name: state[name] for name in step.state}
         return self._compile(step, inputs, mutates=step.mutates, name=name)
+
+    def _step(self, kind: str) -> Step | WindowStep:
+        how, _, choice = kind.partition("_")
+        if not how.startswith("windowed"):
+            return Step(kind, self.weights, self.max_length)
+        num_steps = int(how.removeprefix("windowed"))
+        if num_steps not in self.window_sizes:
+            raise ValueError(f"a window of {num_steps} steps: choose from {self.window_sizes}")
+        return WindowStep(choice.split("_")[0], num_steps, self.weights, self.max_length)
 
     def _build_admit(self, rows: int, name: str) -> Executable:
         tables = adjusting.empty_tables(self.num_slots, self.vocab_size)
@@ -222,17 +287,19 @@ class Llama:
     def _state_of(self, kind: str) -> list[Tensor]:
         return [self._state[name] for name in self._states[kind]]
 
-    def _inputs(self, step: Step, size: int) -> dict[str, Tensor]:
-        """Examples of what the host gives: [rows], but for the ids of a prefill, [rows, size]."""
-        rows = self.prefill_batch if step.keeps else size
-        inputs = {name: _ints(rows) for name in step.inputs}
-        if step.keeps:
-            inputs["input_ids"] = _ints(rows, size)
-            inputs |= {
-                name: torch.zeros(rows, dtype=d, device="cpu")
-                for name, d in SAMPLING_TABLES.values()
-            }
-        return inputs
+    def _inputs(self, step: Step | WindowStep, size: int) -> dict[str, Tensor]:
+        """Examples of what the host gives."""
+        if not step.keeps:
+            inputs = {name: _ints(size) for name in step.inputs}
+            if "stop_token_ids" in inputs:
+                inputs["stop_token_ids"] = _ints(size, MAX_STOP_IDS)
+            return inputs
+        rows = self.batch_buckets[-1]
+        packing = pack([], [], [], [], rows=rows, buckets=(size,), block=self.token_block)
+        return packing._asdict() | {
+            name: torch.zeros(rows, dtype=dtype, device="cpu")
+            for name, dtype in SAMPLING_TABLES.values()
+        }
 
     def _empty_state(self) -> dict[str, Tensor]:
         dtype = self.weights.embedding.dtype
@@ -245,6 +312,15 @@ def _note(slots: set[int], numbers: Sequence[int], wanted: Sequence[bool]) -> No
         (slots.add if is_wanted else slots.discard)(number)
 
 
+def _filled(values: Tensor, rows: int, value: float) -> Tensor:
+    """[n] -> [rows], with a value for those that are missing."""
+    return functional.pad(values, (0, rows - values.shape[0]), value=value)
+
+
+def _int32(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cpu")
+
+
 def _ints(*size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int32, device="cpu")
 
@@ -255,6 +331,11 @@ def _buckets(name: str, wanted: Iterable[int], limit: int, *, cut: bool) -> tupl
     if not kept:
         raise ValueError(f"{name}={sorted(sizes)}: none is between 1 and {limit}")
     return kept
+
+
+def _in_blocks(sizes: Iterable[int], block: int) -> tuple[int, ...]:
+    """Token counts rounded up to whole blocks."""
+    return tuple(sorted({-(-size // block) * block for size in sizes}))
 
 
 def _check_sizes(config: LlamaConfig, max_length: int, num_slots: int) -> None:

@@ -1,8 +1,8 @@
-"""From tokens to logits: whole prompts, and one new token a row, in modules that can be traced.
+"""From tokens to logits: one new token a row, in modules that can be traced.
 
 All of them are built around the same `Weights`, so that the executables of a model share one copy.
 The layers are children of one ModuleList and alike in all but their parameters: the compiler
-compiles one of them. `chunks.py` has what goes on with a prompt.
+compiles one of them. `packed.py` has what takes in prompts.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from models.layers import LayerWeights, Weights, attend, write
 
-__all__ = ["Decode", "Layers", "Prefill", "Remap", "Span"]
+__all__ = ["Decode", "Layers", "Remap", "Span"]
 
 
 class Span(NamedTuple):
-    """The tokens that a step brings: int [rows, tokens] each, but for `ends`.
+    """The tokens that a step brings: int [parts, tokens] each, but for `ends`.
 
     Attributes:
         input_ids: The tokens.
         positions: Where they are in their sequences.
         valid: bool, False for padding.
-        ends: int [rows], the position that follows the last one.
+        ends: int [rows], the position that follows the last one of each row.
+        owners: int64 [parts], whose tokens they are: slots.
     """
 
     input_ids: Tensor
     positions: Tensor
     valid: Tensor
     ends: Tensor
+    owners: Tensor
 
 
 class DecodeLayer(nn.Module):
@@ -51,34 +52,6 @@ class DecodeLayer(nn.Module):
         write(kv, torch.stack((keys, values)), slots[:, None], positions[:, None])
         attended = attend(queries, kv[0], kv[1], positions, slots)
         return w.finish(hidden, attended)
-
-
-class PrefillLayer(nn.Module):
-    """One layer on whole prompts, which attend to themselves and fill their slots."""
-
-    def __init__(self, weights: LayerWeights) -> None:
-        super().__init__()
-        self.weights = weights
-
-    def forward(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Tensor
-    ) -> Tensor:
-        """hidden [rows * tokens, hidden]; kv as in `DecodeLayer`."""
-        w = self.weights
-        rows = slots.shape[0]
-        positions = torch.arange(hidden.shape[0] // rows, device=hidden.device)
-        queries, keys, values = (
-            part.view(rows, -1, *part.shape[1:]) for part in w.queries_keys_values(hidden, cos, sin)
-        )
-        write(kv, torch.stack((keys, values)), slots[:, None, None], positions[None, :, None])
-        attended = functional.scaled_dot_product_attention(
-            queries.transpose(1, 2),
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=True,
-        )
-        return w.finish(hidden, attended.transpose(1, 2).reshape(hidden.shape[0], -1))
 
 
 class Layers(nn.Module):
@@ -100,7 +73,7 @@ class Layers(nn.Module):
         for name, table in zip(("cos", "sin"), weights.config.rotations(max_length), strict=True):
             self.register_buffer(name, table.to(weights.embedding.dtype))
 
-    def run_layers(self, input_ids: Tensor, kv_cache: Tensor, *inputs: Tensor) -> Tensor:
+    def run_layers(self, input_ids: Tensor, kv_cache: Tensor, *inputs: Tensor | int) -> Tensor:
         hidden = self.weights.embedding[input_ids.long()]
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, *inputs, kv_cache[index])
@@ -119,39 +92,17 @@ class Decode(Layers):
         self, input_ids: Tensor, positions: Tensor, slots: Tensor, kv_cache: Tensor
     ) -> Tensor:
         """float32 [rows, vocab]; writes the tokens' keys and values into the cache."""
-        at, where = positions.long(), slots.long()
-        hidden = self.run_layers(input_ids, kv_cache, self.cos[at], self.sin[at], at, where)
-        return self.weights.logits(hidden)
+        return self.weights.logits(self.hidden(input_ids, positions.long(), slots.long(), kv_cache))
+
+    def hidden(self, input_ids: Tensor, at: Tensor, where: Tensor, kv_cache: Tensor) -> Tensor:
+        """[rows, hidden] behind the layers."""
+        return self.run_layers(input_ids, kv_cache, self.cos[at], self.sin[at], at, where)
 
     def span(self, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Span:
         """The tokens; a padding row's are as good as any, since its slot is scratch."""
         valid = torch.ones_like(input_ids, dtype=torch.bool)
-        return Span(input_ids[:, None], positions[:, None], valid[:, None], positions + 1)
-
-
-class Prefill(Layers):
-    """Whole prompts."""
-
-    inputs = ("input_ids", "lengths", "slots")
-
-    def __init__(self, weights: Weights, max_length: int) -> None:
-        super().__init__(weights, max_length, PrefillLayer)
-
-    def forward(
-        self, input_ids: Tensor, lengths: Tensor, slots: Tensor, kv_cache: Tensor
-    ) -> Tensor:
-        """float32 [rows, vocab] after the last real token; fills the slots of the cache."""
-        rows, tokens = input_ids.shape
-        cos, sin = (table[:tokens].repeat(rows, 1) for table in (self.cos, self.sin))
-        hidden = self.run_layers(input_ids.flatten(), kv_cache, cos, sin, slots.long())
-        ends = torch.arange(rows, device=hidden.device) * tokens + lengths - 1
-        return self.weights.logits(hidden[ends])
-
-    def span(self, input_ids: Tensor, lengths: Tensor, slots: Tensor) -> Span:
-        """The prompts, padding included."""
-        offsets = torch.arange(input_ids.shape[1], device=input_ids.device)
-        positions = offsets.expand(input_ids.shape)
-        return Span(input_ids, positions, positions < lengths[:, None], lengths)
+        ends, owners = positions + 1, slots.long()
+        return Span(input_ids[:, None], positions[:, None], valid[:, None], ends, owners)
 
 
 class Remap(nn.Module):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -81,7 +80,4 @@ def _leave_alone(runtime: EmulatedRuntime) -> None:
     C++ destructors must not run beside it, so the process ends by `_exit`, with its exit code.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(runtime))
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "on_exit"):  # glibc
-            libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
+    extension.load().leave_at_once()

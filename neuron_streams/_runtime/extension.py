@@ -76,11 +76,12 @@ EXTENSION = Library(
             "operator",
             "autocast",
             "attention",
+            "recurrent",
             "random",
             "execute",
             "collective",
         ),
-        ("buffer", "command", "native", "stream", "guard", "engine", "foreign", "python"),
+        ("buffer", "command", "native", "stream", "guard", "engine", "exit", "foreign", "python"),
     ),
     (*sorted((_HERE / "worker").glob("*.[ch]")), _HERE / "native.c"),
 )
@@ -130,11 +131,10 @@ def load(library: Library = EXTENSION) -> Any:
 
 
 def begin_exit() -> None:
-    """Have threads that come back from a wait sleep on: the process ends and overtakes them."""
+    """Have threads that use the device, or come back from it, sleep: the process ends."""
     if EXTENSION.name in _loaded:
-        main = threading.main_thread()
-        others = [thread.ident for thread in threading.enumerate() if thread is not main]
-        _loaded[EXTENSION.name].begin_exit(others)
+        threads = [thread.native_id for thread in threading.enumerate()]
+        _loaded[EXTENSION.name].begin_exit([number for number in threads if number is not None])
 
 
 def build(library: Library = EXTENSION) -> Path:

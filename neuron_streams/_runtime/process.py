@@ -146,12 +146,14 @@ def replace(new: Runtime | None) -> Runtime | None:
 #    engines, whose threads submit, and then `_close`, registered here, at import.
 # 3. `_close`: what runs may end within EXIT_SECONDS. Then, per runtime: no more submissions; what
 #    has not completed fails with CancelledError; all waits for it end; the threads of the worker
-#    are joined; lanes let go of their commands, and commands of buffers. A thread that comes back
-#    from a wait now was overtaken, and sleeps on without a word (`extension.begin_exit`).
+#    are joined; lanes let go of their commands, and commands of buffers. A thread that submits or
+#    comes back from a wait now was overtaken, and sleeps on without a word, autograd's among them
+#    (`extension.begin_exit`).
 # 4. The interpreter frees modules and objects. The extension is never unloaded, since tensors free
 #    their memory through it until the very end.
-# 5. Destructors of C++ run, unless a command could not be stopped and still runs beside them: then
-#    the process leaves by `_exit`, with its exit code (`emulated._leave_alone`).
+# 5. Destructors of C++ run, unless a thread sleeps in the middle of something or a command could
+#    not be stopped and still runs beside them: then the process leaves by `_exit`, with its exit
+#    code (`leave` in _torch/csrc/exit.cpp).
 #
 # A forked child has none of the threads, so nothing in it is closed.
 def _close() -> None:

@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -164,24 +165,45 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     """End a compiler with all that it has started: `g++` is a driver of other programs.
 
     They share our process group, so that whatever ends that, a terminal for one, ends them too.
+    Each is stopped before its children are listed, or it might start another in between, which
+    would live on with the compiler's output open.
     """
-    started = _descendants(process.pid)
+    if process.poll() is not None:
+        return  # and its number may be another's by now
+    found = [process.pid]
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGSTOP)
+            _await_stop(pid)
+        found += _children(pid)
     process.kill()
-    for pid in started:
+    for pid in found[1:]:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _descendants(pid: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+def _status(pid: int | str) -> tuple[str, int]:
+    """The state of a process, a letter, and its parent; raises OSError where there is none."""
+    text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    state, parent = text.rpartition(")")[2].split()[:2]
+    return state, int(parent)
+
+
+def _await_stop(pid: int) -> None:
+    """Wait until a process that was sent SIGSTOP has stopped or is gone, for a second at most."""
+    until = time.monotonic() + 1.0
+    with contextlib.suppress(OSError):
+        while _status(pid)[0] not in "TtZX" and time.monotonic() < until:
+            time.sleep(0.001)
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            parent = path.read_text(errors="replace").rpartition(")")[2].split()[1]
-            children.setdefault(int(parent), []).append(int(path.parent.name))
-    found = [pid]
-    for one in found:
-        found += children.get(one, [])
-    return found[1:]
+            if _status(path.name)[1] == pid:
+                found.append(int(path.name))
+    return found
 
 
 def _abandon(process: subprocess.Popen[bytes]) -> None:

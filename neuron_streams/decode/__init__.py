@@ -10,6 +10,7 @@ the parts are public for those who build a loop of their own.
     logprobs.py   log-probabilities, as a caller gets them
     detokenizer.py  tokens to text as they arrive, and the stop strings in it
     schedule.py   a step, as data
+    policy.py     which rows a step computes, and how much of each
     scheduler.py  who runs next, in which slot
     batch.py      the host's view of the rows of a step
     runner.py     one step on the model, and the async flow between steps
@@ -27,6 +28,7 @@ the parts are public for those who build a loop of their own.
     request_stream.py  one request's outputs, to iterate over
     model.py      what a model must offer
     stats.py      what is counted
+    device_times.py  when the device ran the newest steps
     trace.py      what each step did and when
     metrics.py    how long requests took
 """
@@ -45,9 +47,13 @@ from neuron_streams.decode.model import ChunkModel as ChunkModel
 from neuron_streams.decode.model import GatherModel as GatherModel
 from neuron_streams.decode.model import LogprobsTensors as LogprobsTensors
 from neuron_streams.decode.model import Model as Model
+from neuron_streams.decode.model import PackedModel as PackedModel
 from neuron_streams.decode.model import Sampled as Sampled
 from neuron_streams.decode.model import SamplerOutput as SamplerOutput
 from neuron_streams.decode.model import SamplingTensors as SamplingTensors
+from neuron_streams.decode.model import Window as Window
+from neuron_streams.decode.model import WindowModel as WindowModel
+from neuron_streams.decode.model import WindowOutput as WindowOutput
 from neuron_streams.decode.output import AsyncModelRunnerOutput as AsyncModelRunnerOutput
 from neuron_streams.decode.request import Request as Request
 from neuron_streams.decode.request import RequestOutput as RequestOutput

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from neuron_streams.decode.model import Adjustments, SamplingTensors
+from neuron_streams.decode.model import (
+    MAX_STOP_IDS,
+    NO_TOKEN,
+    Adjustments,
+    SamplingTensors,
+    Window,
+)
 from neuron_streams.decode.request import RequestKey
 from neuron_streams.decode.sampling_params import SamplingParams
 from neuron_streams.decode.schedule import NewRequestData
@@ -24,7 +31,8 @@ class ModelInput(NamedTuple):
     """Arguments of a step.
 
     For a prefill `sampling` is set and `positions` are the lengths of the rows; `starts` is set
-    where it goes on behind tokens that the slots hold already.
+    where it goes on behind tokens that the slots hold already. A packed step has all of it, and
+    `input_ids` with one dimension. `window` is set where a launch runs several decode steps.
     """
 
     input_ids: torch.Tensor
@@ -32,6 +40,7 @@ class ModelInput(NamedTuple):
     slots: torch.Tensor
     sampling: SamplingTensors | None = None
     starts: torch.Tensor | None = None
+    window: Window | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -40,8 +49,8 @@ class CachedRequestState:
 
     `num_prompt_tokens`: how many of `prompt_token_ids` are the prompt; after a preemption those
     behind are what had been generated.
-    `sampled_position` is that of the newest token sampled for it by a launched step. `failed`: one
-    of its steps has failed, so its tokens will never be known.
+    `sampled_position` is that of the newest token sampled for it by a launched step. `ended`: one
+    of its steps has failed, or it has stopped, so what later steps sample for it is no token.
     """
 
     key: RequestKey
@@ -53,7 +62,7 @@ class CachedRequestState:
     num_computed_tokens: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     sampled_position: int | None = None
-    failed: bool = False
+    ended: bool = False
 
     @classmethod
     def of(cls, new: NewRequestData) -> CachedRequestState:
@@ -102,6 +111,11 @@ class InputBatch:
         return states
 
     @property
+    def decodes(self) -> bool:
+        """Whether any row decodes."""
+        return any(state.is_decode for state in self.states)
+
+    @property
     def req_ids(self) -> list[RequestKey]:
         return [state.key for state in self.states]
 
@@ -144,17 +158,29 @@ class InputBatch:
             position = len(state.prompt_token_ids) + len(state.output_token_ids)
             self.token_ids_cpu[row][position] = token_id
         state.output_token_ids.append(token_id)
+        state.ended |= token_id in state.params.stop_ids(self.eos_token_ids)
 
     def decode_input(self, num_rows: int) -> ModelInput:
-        """Fresh int32 [num_rows] each; padding rows are all 0, and so are those that failed."""
+        """Fresh int32 [num_rows] each; padding rows are all 0, and so are those that have ended."""
         rows = [
-            (0, 0, 0) if state.failed else (tokens[at], at, state.slot)
+            (0, 0, 0) if state.ended else (tokens[at], at, state.slot)
             for state, tokens in zip(self.states, self.token_ids_cpu, strict=False)
             for at in (state.num_computed_tokens,)
         ]
         rows += [(0, 0, 0)] * (num_rows - len(rows))
         input_ids, positions, slots = map(_int32, zip(*rows, strict=True))
         return ModelInput(input_ids, positions, slots)
+
+    def window_of(self, limits: Sequence[int], num_rows: int, num_steps: int) -> Window:
+        """When the rows of a window stop: at their limits, and behind what ends their requests."""
+        ids = [
+            [*itertools.islice(sorted(state.params.stop_ids(self.eos_token_ids)), MAX_STOP_IDS)]
+            for state in self.states
+        ]
+        ids += [[] for _ in range(num_rows - len(ids))]
+        stops = [row + [NO_TOKEN] * (MAX_STOP_IDS - len(row)) for row in ids]
+        padding = [0] * (num_rows - len(limits))
+        return Window(_int32([*limits, *padding]), _int32(stops), num_steps)
 
     def prefill_input(self, lengths: Sequence[int], width: int) -> ModelInput:
         """`input_ids` int32 [n, width], padded with 0, from where each request stands."""
@@ -171,6 +197,24 @@ class InputBatch:
             _int32(starts) if any(starts) else None,
         )
 
+    def packed_input(self, lengths: Sequence[int]) -> ModelInput:
+        """All rows behind one another, from where each stands, those that decode among them.
+
+        A row that has ended goes to the scratch slot: its token is not known.
+        """
+        rows = [
+            ([0] * length, 0, 0) if state.ended else (tokens[at : at + length], at, state.slot)
+            for state, tokens, length in zip(self.states, self.token_ids_cpu, lengths, strict=False)
+            for at in (state.num_computed_tokens,)
+        ]
+        return ModelInput(
+            _int32([token_id for token_ids, *_ in rows for token_id in token_ids]),
+            _int32(lengths),
+            _int32([slot for *_, slot in rows]),
+            self.sampling_tensors(),
+            _int32([start for _, start, _ in rows]),
+        )
+
     def sampling_tensors(self) -> SamplingTensors:
         """The rows' sampling parameters, fresh tensors [n]."""
         params = [state.params for state in self.states]
@@ -185,10 +229,10 @@ class InputBatch:
     def num_logprobs(self, partial: frozenset[RequestKey]) -> list[int | None]:
         """What each row wants of the log-probabilities; empty where none wants any.
 
-        Rows that sample no token of theirs want none: those in `partial`, and those that failed.
+        Rows that sample no token of theirs want none: those in `partial`, and those that ended.
         """
         wanted = [
-            None if state.failed or state.key in partial else state.params.logprobs
+            None if state.ended or state.key in partial else state.params.logprobs
             for state in self.states
         ]
         return [] if all(most is None for most in wanted) else wanted

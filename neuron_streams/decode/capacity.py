@@ -76,6 +76,11 @@ class Capacity:
         self._give_row(request)
 
     @property
+    def somebody_waits(self) -> bool:
+        """Whether a request that is not paused waits for a slot or a row."""
+        return self.waiting.first is not None or self._rowless.first is not None
+
+    @property
     def slots_come_free(self) -> bool:
         """Whether a slot is held for steps in flight alone."""
         return self._num_slots - 1 - len(self.free_slots) > len(self._holders)

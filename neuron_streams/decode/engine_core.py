@@ -73,11 +73,17 @@ class EngineCore:
     # Calls of any thread
 
     def start(self) -> None:
-        """Have a daemon thread drive, until `stop` or the interpreter's end."""
+        """Have a daemon thread drive, until `stop` or the interpreter's end.
+
+        Raises:
+            RuntimeError: The system has no thread to give; the loop can still be used.
+        """
         self.driver = threading.Thread(
             target=self.run, name="neuron-streams-decode-engine", daemon=True
         )
         try:
+            if self.loop.runner.use_async_scheduling:
+                self.loop.output_handler.start()  # in a step it would fail what has been admitted
             self.driver.start()
             _driven.add(self)
         except BaseException:
@@ -344,7 +350,7 @@ class EngineCore:
     def _hold_back(self, live: _Live) -> None:
         """Pause a request whose queue has no room for what is in flight and a token more."""
         request_id = live.queue.request_id
-        in_flight = self.loop.scheduler.num_output_placeholders(request_id)
+        in_flight = self.loop.scheduler.num_outputs_in_flight(request_id)
         paused = live.queue.hold(in_flight) or live.asked_to_pause
         if paused != live.paused:
             live.paused = paused

@@ -1,8 +1,10 @@
-"""The policy that goes beyond the seed: a step stays asynchronous when the batch changes.
+"""The policy under which a step stays asynchronous when the batch changes.
 
 Each row of a decode step is gathered on the device from the last token sampled for its slot,
 whichever step that was, or comes from the host where the host knows it. Join, finish and reorder
 are then other indices and no more: nothing is read back on the critical path.
+
+Source: docs/async-decode.md, "The gather policy".
 """
 
 from __future__ import annotations
@@ -54,15 +56,18 @@ class GatherRunner(ModelRunner):
     def _swap_in_future(
         self, scheduler_output: SchedulerOutput, model_input: ModelInput
     ) -> tuple[ModelInput, str | None]:
-        if self._is_decode():
-            self._check_rows(model_input.input_ids)
+        self._check_rows()
         return model_input, None
 
-    def _check_rows(self, input_ids: torch.Tensor) -> None:
-        for state, token_id in zip(self.input_batch.states, input_ids.tolist(), strict=False):
-            if token_id == FROM_DEVICE and state.sampled_position != state.num_computed_tokens:
+    def _check_rows(self) -> None:
+        batch = self.input_batch
+        for state, token_ids in zip(batch.states, batch.token_ids_cpu, strict=False):
+            at = state.num_computed_tokens
+            if state.ended or not state.is_decode or token_ids[at] != FROM_DEVICE:
+                continue
+            if state.sampled_position != at:
                 raise RuntimeError(
-                    f"{state.key} decodes at position {state.num_computed_tokens}, but the last"
-                    f" token sampled for it is that of {state.sampled_position}, and the host does"
-                    " not know the other: the schedule skipped a step."
+                    f"{state.key} decodes at position {at}, but the last token sampled for it is"
+                    f" that of {state.sampled_position}, and the host does not know the other: the"
+                    " schedule skipped a step."
                 )

@@ -33,18 +33,20 @@ def part_of_the_step() -> Iterator[None]:
         raise StepError(error) from error
 
 
-def check_sampled(sampled: Sampled, rows: int) -> None:
-    """Refuse what are no token ids of so many rows; never waits for them.
+def check_sampled(sampled: Sampled, rows: int, num_steps: int = 1) -> None:
+    """Refuse what are no token ids of so many rows, and steps; never waits for them.
 
     Raises:
         TypeError: They are something else.
     """
     tokens: object = split(sampled)[0]
     dtype, shape = getattr(tokens, "dtype", None), [*getattr(tokens, "shape", ())]
-    if dtype in _INTEGERS and len(shape) == 1 and shape[0] >= rows:
+    windowed = [num_steps] if num_steps > 1 else []
+    if dtype in _INTEGERS and shape and shape[:-1] == windowed and shape[-1] >= rows:
         return
     found = shown(tokens) if dtype is None else f"{dtype} {shape}"
     raise TypeError(
-        f"The model returned {found} for {rows} rows; prefill, prefill_chunk, decode and"
-        f" decode_gather must return sampled token ids, int32 [{rows}] or more (see decode.Model)."
+        f"The model returned {found} for {rows} rows; prefill, prefill_chunk, packed, decode and"
+        f" decode_gather must return sampled token ids, int32 [{rows}] or more, and decode_window"
+        " so many of each step (see decode.Model)."
     )

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from neuron_streams.decode.model import LogprobsTensors, Sampled, SamplerOutput
+from neuron_streams.decode.model import LogprobsTensors, Sampled, SamplerOutput, WindowOutput
 
 __all__ = ["Logprob", "TokenLogprobs", "logprobs_of_rows", "split", "to_host", "what_is_wanted"]
 
@@ -25,7 +25,7 @@ TokenLogprobs: TypeAlias = dict[int, Logprob]
 
 def split(sampled: Sampled) -> tuple[torch.Tensor, LogprobsTensors | None]:
     """The tokens of a step, and their log-probabilities where a row wants them."""
-    if isinstance(sampled, SamplerOutput):
+    if isinstance(sampled, (SamplerOutput, WindowOutput)):
         return sampled.sampled_token_ids, sampled.logprobs_tensors
     return sampled, None
 
@@ -61,16 +61,24 @@ def to_host(sampled: Sampled, *, non_blocking: bool = False) -> Sampled:
 
 
 def logprobs_of_rows(
-    tensors: LogprobsTensors, num_logprobs: Sequence[int | None]
+    tensors: LogprobsTensors, num_logprobs: Sequence[int | None], num_tokens: Sequence[int]
 ) -> list[list[TokenLogprobs] | None]:
     """Of host tensors, as many likeliest ones as each row wants; None where it wants nothing.
 
     A sampled token that is among the likeliest is there once, with its place among them.
+    `num_tokens` is how many tokens each row has, of a window or of one step.
     """
-    ids, logprobs, ranks = (tensor.tolist() for tensor in tensors)
+    windowed = tensors.selected_token_ranks.dim() == 2
+    steps = tensors if windowed else (tensor.unsqueeze(0) for tensor in tensors)
+    ids, logprobs, ranks = (tensor.tolist() for tensor in steps)
     return [
-        None if most is None else [_of_row(ids[row][: most + 1], logprobs[row], ranks[row])]
-        for row, most in enumerate(num_logprobs)
+        None
+        if most is None
+        else [
+            _of_row(ids[step][row][: most + 1], logprobs[step][row], ranks[step][row])
+            for step in range(count)
+        ]
+        for row, (most, count) in enumerate(zip(num_logprobs, num_tokens, strict=True))
     ]
 
 

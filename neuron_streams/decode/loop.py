@@ -1,7 +1,7 @@
 """The decode loop: schedules ahead, launches, and hands tokens out as each step's are read.
 
-Source: the seed, "Async Scheduling and Async Execution"; `step_with_batch_queue` is its engine core
-and `ModelRunner` its worker, here on one thread.
+Source: docs/async-decode.md, "Overview". vLLM's engine core is `step_with_batch_queue`, its worker
+`ModelRunner`; here one thread drives both.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DecodeLoop:
         model: What to run; see `Model`.
         streams: The stream namespace: None is `neuron_streams`; `torch.cuda` runs the same loop
             on a GPU.
-        policy: `"materialize"`, as the seed: pending tokens are read when the batch changes.
+        policy: `"materialize"`: pending tokens are read when the batch changes.
             `"gather"`: they are not, the device takes each row's last token from a table of its
             own; for a model that has `decode_gather`. In asynchronous mode.
         depth: Steps scheduled before the oldest is waited for, in asynchronous mode. The batches
@@ -57,15 +57,24 @@ class DecodeLoop:
         async_scheduling: False waits for each step before the next is scheduled.
         output_thread: False leaves reading the outputs to `step` and `pump`, for tests.
         max_batch_size: Most requests of a step; the model's largest batch bucket if None.
+        max_num_batched_tokens: Most tokens of a step while any request decodes, at least
+            `max_batch_size`: longer prompts are cut to it, so that nobody waits long for their next
+            token while others arrive. None for no bound. See `policy`.
+        steps_per_launch: Decode steps of a launch where no request waits to join, for a model that
+            has `decode_window`. What the host does for a launch is then hidden behind so many
+            steps; in turn tokens come that many at a time, and a request that arrives waits for
+            `depth * steps_per_launch` decode steps at most.
         watchdog: Seconds for which one step may be waited for; then the loop ends with a
             TimeoutError that names the step and its requests. None waits for ever.
         tokenizer: Gives the outputs their text, and is needed for stop strings: anything with
             `decode(token_ids) -> str`.
 
     Raises:
-        UnsupportedError: policy="gather" and a model without `decode_gather`.
-        ValueError: Another policy, depth or max_batch_size below 1, asynchronous with a model that
-            does not sample on the device, or a watchdog with no output thread to watch.
+        UnsupportedError: policy="gather" and a model without `decode_gather`, or steps_per_launch
+            above 1 and one without `decode_window`.
+        ValueError: Another policy, depth or max_batch_size below 1, max_num_batched_tokens below
+            the batch size, steps_per_launch of no size that the model takes, asynchronous with a
+            model that does not sample on the device, or a watchdog with no output thread to watch.
     """
 
     def __init__(
@@ -78,6 +87,8 @@ class DecodeLoop:
         async_scheduling: bool = True,
         output_thread: bool = True,
         max_batch_size: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        steps_per_launch: int = 1,
         watchdog: float | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
@@ -85,7 +96,12 @@ class DecodeLoop:
         self.stats = DecodeStats()
         self.max_concurrent_batches = depth if async_scheduling else 1
         self.scheduler = Scheduler(
-            model, max_batch_size=max_batch_size, stats=self.stats, tokenizer=tokenizer
+            model,
+            max_batch_size=max_batch_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            steps_per_launch=steps_per_launch,
+            stats=self.stats,
+            tokenizer=tokenizer,
         )
         self.output_handler = OutputHandler(threaded=output_thread)
         self.batch_queue = BatchQueue(self.output_handler, self.stats, watchdog)
@@ -147,6 +163,8 @@ class DecodeLoop:
             arrived_at=arrived_at,
         )
         with self._life.changing("admitting a request"):
+            if not (self.scheduler.has_work or self.batch_queue):
+                self.stats.device_times.rest()
             self.scheduler.admit(request)
 
     def abort_request(self, request_id: str) -> bool:

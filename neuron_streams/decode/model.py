@@ -9,14 +9,21 @@ import torch
 __all__ = [
     "FROM_DEVICE",
     "MAX_LOGPROBS",
+    "MAX_STOP_IDS",
+    "NO_TOKEN",
     "Adjustments",
     "ChunkModel",
     "GatherModel",
     "LogprobsTensors",
     "Model",
+    "PackedModel",
     "Sampled",
     "SamplerOutput",
     "SamplingTensors",
+    "Window",
+    "WindowModel",
+    "WindowOutput",
+    "goes_on_with_prompts",
 ]
 
 FROM_DEVICE = -1
@@ -24,6 +31,13 @@ FROM_DEVICE = -1
 
 MAX_LOGPROBS = 20
 """Most alternatives of a token whose log-probabilities a request may ask for."""
+
+
+MAX_STOP_IDS = 16
+"""Most tokens of a row that end it on the device, in the middle of a window."""
+
+NO_TOKEN = -1
+"""In what a window gives: the row had stopped before."""
 
 
 class Adjustments(NamedTuple):
@@ -96,8 +110,37 @@ class SamplerOutput(NamedTuple):
     logprobs_tensors: LogprobsTensors
 
 
-Sampled: TypeAlias = torch.Tensor | SamplerOutput
-"""int32 [B] sampled token ids, a future; with their log-probabilities where a row wants them."""
+class WindowOutput(NamedTuple):
+    """What a window of k decode steps gives, futures.
+
+    Attributes:
+        sampled_token_ids: int32 [k, B]; `NO_TOKEN` where a row has stopped before.
+        last_token_ids: int32 [B], the last token of each row.
+        logprobs_tensors: As of a step, with a first dimension of k; None where no row wants any.
+    """
+
+    sampled_token_ids: torch.Tensor
+    last_token_ids: torch.Tensor
+    logprobs_tensors: LogprobsTensors | None = None
+
+
+Sampled: TypeAlias = torch.Tensor | SamplerOutput | WindowOutput
+"""int32 [B] sampled token ids, a future; with their log-probabilities where a row wants them.
+That of a window is a `WindowOutput`."""
+
+
+class Window(NamedTuple):
+    """When the rows of a window stop, host tensors.
+
+    Attributes:
+        limits: int32 [B], most tokens of each row; 0 for padding rows.
+        stop_token_ids: int32 [B, MAX_STOP_IDS], padded with `NO_TOKEN`.
+        num_steps: Of the window.
+    """
+
+    limits: torch.Tensor
+    stop_token_ids: torch.Tensor
+    num_steps: int
 
 
 class Model(Protocol):
@@ -110,8 +153,8 @@ class Model(Protocol):
     A model that honours `Adjustments` has `adjusts_logits = True`; without it the scheduler refuses
     requests that ask for any. One that cannot honour every `SamplingParams` also has
     `check_sampling(params)`, which the scheduler calls at admission and which raises ValueError: a
-    refusal later, in `prefill`, fails its whole step. `GatherModel` and `ChunkModel` are what
-    a model may offer beyond this.
+    refusal later, in `prefill`, fails its whole step. `GatherModel`, `ChunkModel`,
+    `PackedModel` and `WindowModel` are what a model may offer beyond this.
     """
 
     @property
@@ -240,3 +283,75 @@ class ChunkModel(Model, Protocol):
         Returns:
             int32 [n], a future: the token at position `starts[i] + lengths[i]` of each row.
         """
+
+
+class PackedModel(Model, Protocol):
+    """A model that computes any mix of prompts, pieces of them and decode rows in one step.
+
+    The rows lie behind one another on one token axis. With it the loop prefills by `packed` alone:
+    `prompt_buckets` are then the token counts of a step, and `prefill_batch` prompts and as many
+    decode rows as the largest batch bucket has left share one.
+    """
+
+    @property
+    def token_block(self) -> int:
+        """What the model rounds the tokens of each prompt up to before they are put together."""
+
+    def packed(
+        self,
+        input_ids: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        sampling: SamplingTensors,
+    ) -> Sampled:
+        """Append tokens to each row's slot and sample the one that follows them.
+
+        Args:
+            input_ids: int32 [sum(lengths)], a host tensor: the rows, one behind the other, without
+                padding. Rounded up to `token_block` the prompts of more than one token fit the
+                largest prompt bucket. In the one token of a decode row, `FROM_DEVICE` is
+                `last_sampled[slots[i]]` where the model is a `GatherModel`.
+            starts: int32 [n]: so many tokens the slots hold already.
+            lengths: int32 [n], at least 1.
+            slots: int32 [n]. A row of slot 0 is padding.
+            sampling: The rows' parameters, kept for the slots' later steps; what a row that decodes
+                has given before is given again.
+
+        Returns:
+            int32 [n] or more, a future: the token at position `starts[i] + lengths[i]` of each row.
+        """
+
+
+class WindowModel(Model, Protocol):
+    """A model that runs several decode steps in one call, and feeds itself the tokens."""
+
+    @property
+    def window_sizes(self) -> tuple[int, ...]:
+        """Numbers of decode steps that `decode_window` takes, ascending, each above 1."""
+
+    def decode_window(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        window: Window,
+    ) -> WindowOutput:
+        """As so many calls of `decode`, each on the tokens of the one before.
+
+        A row stops behind a token that is among its stop tokens, or at its limit. It takes no part
+        where its input already is one of them: it has stopped in the window before. A row that has
+        stopped writes nothing: its slot is the scratch slot from then on.
+
+        Args:
+            input_ids: int32 [B], as of `decode`, or of `decode_gather` where the model is a
+                `GatherModel`.
+            positions: int32 [B].
+            slots: int32 [B].
+            window: When the rows stop, and the number of steps.
+        """
+
+
+def goes_on_with_prompts(model: Model) -> bool:
+    """Whether prompts may be computed in pieces."""
+    return hasattr(model, "prefill_chunk") or hasattr(model, "packed")

@@ -12,7 +12,7 @@ from neuron_streams.decode.coerce import shown
 from neuron_streams.decode.detokenizer import IncrementalDetokenizer
 from neuron_streams.decode.logprobs import TokenLogprobs
 from neuron_streams.decode.metrics import RequestMetrics
-from neuron_streams.decode.model import Model
+from neuron_streams.decode.model import Model, goes_on_with_prompts
 from neuron_streams.decode.sampling_params import SamplingParams
 
 __all__ = [
@@ -54,10 +54,11 @@ class RequestStatus(enum.Enum):
 class Request:
     """A request as the scheduler keeps it.
 
-    The counts run ahead of the device, they are of what has been launched. `num_in_flight` steps
-    name the request and have not been read; `num_output_placeholders` of them will each bring a
-    token. Where it runs it first prefills `prefill_token_ids`: its prompt, and after a preemption
-    all that had been generated. `arrived_at` and `token_times` are `time.perf_counter`'s.
+    The counts run ahead of the device, they are of what has been launched. `num_in_flight` launches
+    name the request and have not been read; they will bring `num_output_placeholders` tokens, or
+    fewer where it stops earlier. Where it runs it first prefills `prefill_token_ids`: its prompt,
+    and after a preemption all that had been generated. `num_overtaken` steps have computed later
+    prompts and none of it. `arrived_at` and `token_times` are `time.perf_counter`'s.
     """
 
     key: RequestKey
@@ -75,6 +76,7 @@ class Request:
     num_computed_tokens: int = 0
     num_in_flight: int = 0
     num_output_placeholders: int = 0
+    num_overtaken: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
     error: Exception | None = None
@@ -96,9 +98,19 @@ class Request:
         return self.num_computed_tokens < len(self.prefill_token_ids)
 
     @property
+    def num_tokens_left(self) -> int:
+        """Tokens to compute before it decodes."""
+        return len(self.prefill_token_ids) - self.num_computed_tokens
+
+    @property
+    def num_tokens_to_come(self) -> int:
+        """Most tokens that steps which are yet to be launched may bring."""
+        return self.max_tokens - (len(self.output_token_ids) + self.num_output_placeholders)
+
+    @property
     def is_ending(self) -> bool:
         """Whether the last token that it may have is in flight."""
-        return len(self.output_token_ids) + self.num_output_placeholders >= self.max_tokens
+        return self.num_tokens_to_come <= 0
 
     def status_after(self, token_id: int, eos_token_ids: frozenset[int]) -> RequestStatus:
         """The status once `token_id`, already appended, is known."""
@@ -204,7 +216,7 @@ def check_prompt(model: Model, request_id: str, prompt: Sequence[int]) -> None:
     if not prompt:
         raise ValueError(f"Request {request_id!r} has an empty prompt; give it one token at least.")
     longest = model.max_length - 1
-    if not hasattr(model, "prefill_chunk"):
+    if not goes_on_with_prompts(model):
         longest = min(longest, model.prompt_buckets[-1])
     if len(prompt) > longest:
         raise ValueError(

@@ -7,12 +7,13 @@ input, launch, keep the sampled tokens as a future, snapshot the ids, refill the
 Only the thread that calls `execute_model` writes the batch state. The output thread reads tokens
 and caches them; their write-back waits for the next guard, in launch order.
 
-Source: the seed, "Step-by-Step Flow" and "How Do We Break the Async Flow Safely?".
+Source: docs/async-decode.md, "The asynchronous step", "The guard" and "The swap decision".
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import cast
 
@@ -21,8 +22,15 @@ import torch
 from neuron_streams.decode.batch import CachedRequestState, InputBatch, ModelInput, bucket_of
 from neuron_streams.decode.launch import StepError, check_sampled, part_of_the_step
 from neuron_streams.decode.logprobs import split, to_host, what_is_wanted
-from neuron_streams.decode.model import ChunkModel, Model, Sampled
-from neuron_streams.decode.output import AsyncModelRunnerOutput, Streams
+from neuron_streams.decode.model import (
+    ChunkModel,
+    Model,
+    PackedModel,
+    Sampled,
+    WindowModel,
+    WindowOutput,
+)
+from neuron_streams.decode.output import AsyncModelRunnerOutput, EventLike, Streams
 from neuron_streams.decode.pending import AsyncExecutionBuffer, PendingOutputs
 from neuron_streams.decode.request import RequestKey
 from neuron_streams.decode.sampled import ModelRunnerOutput
@@ -128,7 +136,18 @@ class ModelRunner:
         if self.use_async_scheduling:
             self.stats.count_path(reason)
         if self.trace is not None:
-            self.trace.note_path("decode" if self._is_decode() else "prefill", reason)
+            self.trace.note_path(self._kind(scheduler_output), reason)
+
+    def _kind(self, scheduler_output: SchedulerOutput) -> str:
+        """What a trace shows of a step."""
+        if self._is_decode():
+            return "decode" if scheduler_output.num_steps == 1 else "window"
+        if self.input_batch.decodes:
+            return "mixed"
+        pieces = scheduler_output.partial_req_ids or any(
+            state.num_computed_tokens for state in self.input_batch.states
+        )
+        return "chunk" if pieces else "prefill"
 
     def _check_device(self, failed: StepError) -> None:
         """Raise the error of a step if the device takes no more work: no step can follow it."""
@@ -190,10 +209,17 @@ class ModelRunner:
     @part_of_the_step()
     def _prepare_model_input(self, scheduler_output: SchedulerOutput) -> ModelInput:
         lengths = [scheduler_output.num_scheduled_tokens[key] for key in self.input_batch.req_ids]
+        if hasattr(self.model, "packed") and not self._is_decode():
+            return self.input_batch.packed_input(lengths)
         goes_on = any(state.num_computed_tokens for state in self.input_batch.states)
         # A model that cannot go on with a prompt is made to by decoding what the host knows.
         if goes_on and (self._is_decode() or not hasattr(self.model, "prefill_chunk")):
-            return self.input_batch.decode_input(bucket_of(self.model.batch_buckets, len(lengths)))
+            rows = bucket_of(self.model.batch_buckets, len(lengths))
+            model_input = self.input_batch.decode_input(rows)
+            if scheduler_output.num_steps == 1:
+                return model_input
+            window = self.input_batch.window_of(lengths, rows, scheduler_output.num_steps)
+            return model_input._replace(window=window)
         width = bucket_of(self.model.prompt_buckets, max(lengths))
         return self.input_batch.prefill_input(lengths, width)
 
@@ -202,7 +228,7 @@ class ModelRunner:
     ) -> tuple[ModelInput, str | None]:
         """The input to launch, and the reason for which it is a fallback if it is one."""
         if not self._is_decode():
-            return model_input, "prefill"
+            return self._with_known_ids(scheduler_output, model_input)
         if not self.async_execution_buffer or self._batch_composition_changed:
             return model_input, "composition"
         future = self.async_execution_buffer["futures_sampled_token_ids"]
@@ -214,6 +240,16 @@ class ModelRunner:
         if self._materialize_pending_async_output(f"async future {mismatch} mismatch"):
             model_input = self._prepare_model_input(scheduler_output)
         return model_input, mismatch
+
+    def _with_known_ids(
+        self, scheduler_output: SchedulerOutput, model_input: ModelInput
+    ) -> tuple[ModelInput, str]:
+        """As `_swap_in_future`, of a step that takes in prompts: its ids come from the host."""
+        if not self.input_batch.decodes:
+            return model_input, "prefill"
+        if self._materialize_pending_async_output("prompts beside rows that decode"):
+            model_input = self._prepare_model_input(scheduler_output)
+        return model_input, "mixed"
 
     def _maybe_remap_async_future(
         self, future: torch.Tensor, input_ids: torch.Tensor
@@ -230,27 +266,47 @@ class ModelRunner:
             return self.model.remap(future, index), True
 
     def _execute_model_forward(self, model_input: ModelInput) -> Sampled | Exception:
+        start = self._mark()
         if self.trace is not None:
-            self.trace.launching()
+            self.trace.launching(start)
+        called_at = time.perf_counter()
         sampled = self._call_model(model_input)
+        waited = time.perf_counter() - called_at if start.query() else 0.0
+        end = self._mark()
+        self.stats.device_times.add(start, end, waited)
         if self.trace is not None:
-            self.trace.launched()
+            self.trace.launched(end)
         if self.use_async_scheduling:
             return sampled
         with self.stats.waiting():
             return self._read_now(sampled)
 
     @part_of_the_step()
+    def _mark(self) -> EventLike:
+        """An event with the time at which the compute stream gets here."""
+        event: EventLike = self.streams.Event(enable_timing=True)
+        event.record(self.compute_stream)
+        return event
+
+    @part_of_the_step()
     def _call_model(self, model_input: ModelInput) -> Sampled:
-        input_ids, positions, slots, sampling, starts = model_input
-        if sampling is None:
+        input_ids, positions, slots, sampling, starts, window = model_input
+        if window is not None:
+            windowed = cast("WindowModel", self.model)
+            sampled: Sampled = windowed.decode_window(input_ids, positions, slots, window)
+        elif sampling is None:
             sampled = self._decode(input_ids, positions, slots)
+        elif input_ids.dim() == 1:
+            assert starts is not None
+            packing = cast("PackedModel", self.model)
+            sampled = packing.packed(input_ids, starts, positions, slots, sampling)
         elif starts is None:
             sampled = self.model.prefill(input_ids, positions, slots, sampling)
         else:
             model = cast("ChunkModel", self.model)
             sampled = model.prefill_chunk(input_ids, starts, positions, slots, sampling)
-        check_sampled(sampled, self.input_batch.num_reqs)
+        num_steps = 1 if window is None else window.num_steps
+        check_sampled(sampled, self.input_batch.num_reqs, num_steps)
         return sampled
 
     def _decode(
@@ -289,7 +345,7 @@ class ModelRunner:
             return output
         assert not isinstance(sampled, Exception)
         self.async_execution_buffer = {
-            "futures_sampled_token_ids": split(sampled)[0],
+            "futures_sampled_token_ids": _last_tokens(sampled),
             "prev_req_ids_ordered": req_ids_output_copy,
             "async_output": output,
         }
@@ -351,6 +407,11 @@ class ModelRunner:
         for key, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
             state = self.requests.get(key)
             if state is not None:
-                state.failed |= output.error_of(key) is not None
+                state.ended |= output.error_of(key) is not None
                 for token_id in token_ids:
                     self.input_batch.append_token(state, token_id)
+
+
+def _last_tokens(sampled: Sampled) -> torch.Tensor:
+    """What the next decode step takes in."""
+    return sampled.last_token_ids if isinstance(sampled, WindowOutput) else split(sampled)[0]

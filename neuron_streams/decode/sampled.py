@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+
+import torch
 
 from neuron_streams.decode.logprobs import TokenLogprobs, logprobs_of_rows, split
-from neuron_streams.decode.model import Sampled
+from neuron_streams.decode.model import NO_TOKEN, Sampled
 from neuron_streams.decode.request import RequestKey
 
 __all__ = ["ModelRunnerOutput"]
@@ -41,7 +44,7 @@ class ModelRunnerOutput:
         num_logprobs: Sequence[int | None] = (),
         vocab_size: int | None = None,
     ) -> ModelRunnerOutput:
-        """From host tensors of one token a row; rows beyond the requests are padding.
+        """From host tensors of a step, or of a window; rows beyond the requests are padding.
 
         What was sampled for a `partial` request follows a piece of its prompt: it is no token.
         `num_logprobs` is what each row wants of the log-probabilities, None for none. A token that
@@ -50,15 +53,18 @@ class ModelRunnerOutput:
         tokens, tensors = split(sampled)
         sampled_token_ids: list[list[int]] = [[] for _ in req_ids]
         row_errors = {}
-        for row, (key, token) in enumerate(zip(req_ids, tokens.tolist(), strict=False)):
+        for row, (key, token_ids) in enumerate(zip(req_ids, _by_row(tokens), strict=False)):
             if key in partial:
                 continue
-            error = _token_error(token, key.request_id, vocab_size)
+            errors = (_token_error(token, key.request_id, vocab_size) for token in token_ids)
+            error = next(filter(None, errors), None)
             if error is None:
-                sampled_token_ids[row] = [token]
+                sampled_token_ids[row] = token_ids
             else:
                 row_errors[key] = error
-        logprobs = None if tensors is None else logprobs_of_rows(tensors, num_logprobs)
+        logprobs = None
+        if tensors is not None:
+            logprobs = logprobs_of_rows(tensors, num_logprobs, [*map(len, sampled_token_ids)])
         index = {key: row for row, key in enumerate(req_ids)}
         return cls(req_ids, index, sampled_token_ids, logprobs=logprobs, row_errors=row_errors)
 
@@ -67,6 +73,13 @@ class ModelRunnerOutput:
         """Of a step that failed, as a whole."""
         index = {key: row for row, key in enumerate(req_ids)}
         return cls(req_ids, index, [[] for _ in req_ids], error)
+
+
+def _by_row(tokens: torch.Tensor) -> list[list[int]]:
+    """The tokens of each row; those of a window end where the row has stopped."""
+    if tokens.dim() == 1:
+        return [[token] for token in tokens.tolist()]
+    return [[*takewhile(NO_TOKEN.__ne__, column)] for column in tokens.T.tolist()]
 
 
 def _token_error(token_id: int, request_id: str, vocab_size: int | None) -> Exception | None:

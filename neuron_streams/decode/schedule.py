@@ -47,6 +47,8 @@ class SchedulerOutput:
     `num_computed_tokens`: tokens that each has computed once the steps before this one have run.
     `finished_req_ids`: requests that ended, or lost their slot, since the step before.
     `partial_req_ids`: those of which a piece of the prompt is computed and no token sampled.
+    `num_steps`: decode steps of this launch; above 1 all requests decode, and each takes part in as
+    many of them as it has scheduled tokens.
     """
 
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
@@ -54,7 +56,14 @@ class SchedulerOutput:
     num_computed_tokens: dict[RequestKey, int] = field(default_factory=dict)
     finished_req_ids: frozenset[RequestKey] = frozenset()
     partial_req_ids: frozenset[RequestKey] = frozenset()
+    num_steps: int = 1
 
     @property
     def total_num_scheduled_tokens(self) -> int:
         return sum(self.num_scheduled_tokens.values())
+
+    def num_new_tokens(self, key: RequestKey) -> int:
+        """Most tokens that the launch samples for a request of it."""
+        if self.num_steps > 1:
+            return self.num_scheduled_tokens[key]
+        return 0 if key in self.partial_req_ids else 1

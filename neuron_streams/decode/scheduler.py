@@ -5,7 +5,7 @@ scheduled, and come back when its output does. Every limit is tested on generate
 so a request whose last token is in flight leaves the schedule, and its row to another, one step
 before it is reported finished, and no step past `max_tokens` is launched.
 
-Source: the seed, "Normal Flow" and "What Does Breaking the Async Flow Mean?"; the names are vLLM's.
+Source: docs/async-decode.md, "The synchronous step" and "Breaking the flow"; the names are vLLM's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from neuron_streams.decode import coerce
 from neuron_streams.decode.admission import AdmittedRequest, check_request
@@ -22,6 +22,7 @@ from neuron_streams.decode.capacity import Capacity
 from neuron_streams.decode.detokenizer import IncrementalDetokenizer, Tokenizer, check_tokenizer
 from neuron_streams.decode.logprobs import TokenLogprobs
 from neuron_streams.decode.model import Model
+from neuron_streams.decode.policy import StepPolicy
 from neuron_streams.decode.request import (
     Request,
     RequestKey,
@@ -37,7 +38,7 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Continuous batching: prefill before decode, never both in a step.
+    """Continuous batching; `policy` says what a step computes of those that hold rows.
 
     The most urgent goes first, among equals the first to come. A request that finds no free slot
     takes that of a paused one, or of a running one that is less urgent: the newest of the least
@@ -47,6 +48,8 @@ class Scheduler:
         model: Gives the limits: slots, buckets, lengths.
         max_batch_size: Most requests in a step; None and anything above the largest batch bucket
             mean that bucket.
+        max_num_batched_tokens: Most tokens of a step while any request decodes; None for no bound.
+        steps_per_launch: Most decode steps of a launch.
         stats: Where dropped and generated tokens, preemptions and latencies are counted.
         tokenizer: Gives the outputs their text; None for none, and no stop strings.
     """
@@ -56,6 +59,8 @@ class Scheduler:
         model: Model,
         *,
         max_batch_size: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        steps_per_launch: int = 1,
         stats: DecodeStats | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
@@ -63,12 +68,13 @@ class Scheduler:
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(f"max_batch_size is {max_batch_size}; it must be 1 or more.")
         check_tokenizer(tokenizer)
-        self.capacity = Capacity(model.num_slots, min(max_batch_size or largest, largest))
+        rows = min(max_batch_size or largest, largest)
+        self.capacity = Capacity(model.num_slots, rows)
+        self._policy = StepPolicy(model, rows, max_num_batched_tokens, steps_per_launch)
         self.stats = stats or DecodeStats()
         self.to_call_back: deque[tuple[Request, RequestOutput]] = deque()
         self._model = model
         self._tokenizer = tokenizer
-        self._goes_on_in_chunks = hasattr(model, "prefill_chunk")
         self._by_id: dict[str, Request] = {}
         self._paused: set[Request] = set()
         self._in_flight: dict[RequestKey, Request] = {}
@@ -237,6 +243,11 @@ class Scheduler:
         """Tokens of an unfinished request that are in flight."""
         return self._by_id[request_id].num_output_placeholders
 
+    def num_outputs_in_flight(self, request_id: str) -> int:
+        """Outputs of an unfinished request that are in flight: one of each launch, at most."""
+        request = self._by_id[request_id]
+        return min(request.num_in_flight, request.num_output_placeholders)
+
     @property
     def has_work(self) -> bool:
         """Whether a request is unfinished and not paused."""
@@ -250,23 +261,30 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose the next step and count it as in flight; it may be empty."""
         self.capacity.fill_rows()
-        prefilling = [request for request in self.capacity.rows if request.is_prefilling]
-        admitted = [] if prefilling else self._admit()
-        prefilling = sorted(prefilling, key=lambda r: r.order)[: self._model.prefill_batch]
-        batch = prefilling or admitted or list(self.capacity.rows)
-        computed = {request.key: request.num_computed_tokens for request in batch}
-        scheduled = {request.key: self._num_tokens(request) for request in batch}
-        for request in batch:
-            request.num_computed_tokens += scheduled[request.key]
+        admitted = self._admit(self._policy.most_to_admit(self.capacity.rows))
+        chosen, num_steps = self._policy.choose(self.capacity)
+        step = SchedulerOutput(
+            [NewRequestData.of(request) for request in admitted],
+            {request.key: count for request, count in chosen.items()},
+            {request.key: request.num_computed_tokens for request in chosen},
+            frozenset(self._finished_req_ids),
+            frozenset(r.key for r, count in chosen.items() if count < r.num_tokens_left),
+            num_steps,
+        )
+        self._finished_req_ids = set()
+        self._advance(chosen, step)
+        return step
+
+    def _advance(self, chosen: Mapping[Request, int], step: SchedulerOutput) -> None:
+        """Count a step as in flight."""
+        self.stats.count_schedule(chosen, step)
+        for request, count in chosen.items():
+            request.num_computed_tokens += count
             request.num_in_flight += 1
-            request.num_output_placeholders += not request.is_prefilling
+            request.num_output_placeholders += step.num_new_tokens(request.key)
             self._in_flight[request.key] = request
             if request.is_ending:
                 self.capacity.discard(request)
-        finished, self._finished_req_ids = frozenset(self._finished_req_ids), set()
-        partial = frozenset(request.key for request in batch if request.is_prefilling)
-        new = [NewRequestData.of(request) for request in admitted]
-        return SchedulerOutput(new, scheduled, computed, finished, partial)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -279,29 +297,23 @@ class Scheduler:
             token_ids = model_runner_output.sampled_token_ids[row]
             logprobs = model_runner_output.logprobs
             request.num_in_flight -= 1
-            request.num_output_placeholders -= key not in scheduler_output.partial_req_ids
+            request.num_output_placeholders -= scheduler_output.num_new_tokens(key)
             if request.status.is_finished:
                 self.stats.extra_tokens_dropped += len(token_ids)
             elif (error := model_runner_output.error_of(key)) is not None:
                 request.error = error
                 self._finish(request, RequestStatus.FINISHED_ERROR)
                 outputs.append(self._output_of(request))
-            elif token_ids:
+            elif token_ids or scheduler_output.num_steps > 1:
                 given = logprobs[row] if logprobs else None
-                outputs.append(self._append(request, token_ids, given))
+                stops_early = len(token_ids) < scheduler_output.num_new_tokens(key)
+                outputs.append(self._append(request, token_ids, given, stops_early))
             self._release_if_idle(request)
         return outputs
 
-    def _num_tokens(self, request: Request) -> int:
-        """How many tokens the next step of a request computes."""
-        left = len(request.prefill_token_ids) - request.num_computed_tokens
-        if left <= 0 or (request.num_computed_tokens and not self._goes_on_in_chunks):
-            return 1
-        return min(left, self._model.prompt_buckets[-1])
-
-    def _admit(self) -> list[Request]:
+    def _admit(self, most: int) -> list[Request]:
         admitted: list[Request] = []
-        while len(admitted) < self._model.prefill_batch:
+        while len(admitted) < most:
             request = self.capacity.waiting.first
             if request is None or not self._may_start(request):
                 break
@@ -347,7 +359,11 @@ class Scheduler:
         return True
 
     def _append(
-        self, request: Request, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None
+        self,
+        request: Request,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] | None,
+        stops_early: bool,
     ) -> RequestOutput:
         kept, now = [], time.perf_counter()
         for token_id in token_ids:
@@ -359,6 +375,14 @@ class Scheduler:
             if status.is_finished:
                 self._finish(request, status)
                 break
+        if stops_early and not request.status.is_finished:
+            request.error = RuntimeError(
+                f"The model stopped request {request.request_id!r} behind {[*token_ids]}, which do"
+                " not end it; a row of a window must stop at its limit and behind its stop tokens"
+                " alone (see decode.WindowModel)."
+            )
+            self._finish(request, RequestStatus.FINISHED_ERROR)
+        self.stats.extra_tokens_dropped += len(token_ids) - len(kept)
         self.stats.generated_tokens += len(kept)
         return self._output_of(request, tuple(kept), tuple(logprobs or ())[: len(kept)])
 

@@ -7,6 +7,7 @@ In asynchronous mode each launched step counts exactly once, either in `async_st
 a launched step                                                counts as
 =============================================================  ====================
 prefill, whatever went before it                               fallback prefill
+prefill beside rows that decode, whatever went before it       fallback mixed
 decode, other requests than the step before, or none before    fallback composition
 decode, same requests, future of another row count             fallback shape
 decode, same requests and row count, future of another dtype   fallback dtype
@@ -26,19 +27,59 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from neuron_streams.decode.device_times import DeviceTimes
 from neuron_streams.decode.metrics import RecentLatencies, RequestMetrics
 
-__all__ = ["DecodeStats"]
+if TYPE_CHECKING:
+    from neuron_streams.decode.request import Request
+    from neuron_streams.decode.schedule import SchedulerOutput
+
+__all__ = ["COUNTERS", "GAUGES", "DecodeStats"]
+
+COUNTERS = {
+    "prefill_steps": "Steps launched that compute tokens of prompts.",
+    "mixed_steps": "Of those, steps that carry running requests along.",
+    "decode_steps": "Launches that decode alone.",
+    "decode_windows": "Of those, launches of several decode steps.",
+    "async_steps": "Steps launched with the tokens of the step before still on the device.",
+    "scheduled_requests": "Requests, summed over the steps.",
+    "scheduled_tokens": "Tokens computed.",
+    "scheduled_prompt_tokens": "Of those, tokens of prompts.",
+    "prompt_chunks": "Times that a step computed a part of a prompt and not all of it.",
+    "generated_tokens": "Tokens handed out.",
+    "extra_tokens_dropped": "Tokens computed for a request that had ended.",
+    "preemptions": "Slots taken from a request that still needs one.",
+    "host_time": "Seconds of the driving thread at work.",
+    "wait_time": "Seconds of the driving thread waiting for the device.",
+}
+"""The figures of `DecodeStats` that only rise, each with a line of help, to be exported."""
+
+GAUGES = {
+    "tokens_per_step": "Tokens computed per launched step, of prompts and otherwise.",
+    "requests_per_step": "Requests per launched step.",
+    "prefill_share": "Of the tokens computed, those of prompts, 0 to 1.",
+    "launches_per_token": "Launches that a request has part in per token decoded; 1/k in windows.",
+    "device_idle_share": "Bubble: of the newest steps' time, that in which none ran, 0 to 1.",
+}
+"""Those that are shares and means."""
 
 
 @dataclass(slots=True)
 class DecodeStats:
     """What a loop has done since it was made.
 
+    `prefill_steps`: those that compute tokens of prompts, `mixed_steps` of them beside rows that
+    decode. `scheduled_tokens`: tokens that steps computed, `scheduled_prompt_tokens` of them known
+    beforehand. `prompt_chunks`: times that a step computed a part of a prompt and not all of it.
+    `decode_windows`: launches of several decode steps.
+    `decode_rows` and `decode_row_steps`: rows that decoded, and decode steps of each, summed over
+    the launches. A step that was refused counts in all of these but `prefill_steps` and
+    `decode_steps`.
     `extra_tokens_dropped`: tokens computed for a request that had already ended, by a stop token
     found one step late or by an abort. `preemptions`: slots taken from a request that still needs
     one. `host_time` and `wait_time`: seconds the driving thread
@@ -50,12 +91,21 @@ class DecodeStats:
     sync_fallback_steps: int = 0
     fallback_reasons: Counter[str] = field(default_factory=Counter)
     prefill_steps: int = 0
+    mixed_steps: int = 0
     decode_steps: int = 0
+    scheduled_requests: int = 0
+    scheduled_tokens: int = 0
+    scheduled_prompt_tokens: int = 0
+    prompt_chunks: int = 0
+    decode_windows: int = 0
+    decode_rows: int = 0
+    decode_row_steps: int = 0
     generated_tokens: int = 0
     extra_tokens_dropped: int = 0
     preemptions: int = 0
     host_time: float = 0.0
     wait_time: float = 0.0
+    device_times: DeviceTimes = field(default_factory=DeviceTimes, repr=False)
     time_to_first_token: RecentLatencies = field(default_factory=RecentLatencies)
     inter_token_latency: RecentLatencies = field(default_factory=RecentLatencies)
 
@@ -63,6 +113,33 @@ class DecodeStats:
     def steps(self) -> int:
         """Steps launched."""
         return self.prefill_steps + self.decode_steps
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens computed per launched step, of prompts and otherwise."""
+        return self.scheduled_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def requests_per_step(self) -> float:
+        """Requests per launched step."""
+        return self.scheduled_requests / self.steps if self.steps else 0.0
+
+    @property
+    def prefill_share(self) -> float:
+        """Of the tokens computed, those of prompts, 0 to 1."""
+        if not self.scheduled_tokens:
+            return 0.0
+        return self.scheduled_prompt_tokens / self.scheduled_tokens
+
+    @property
+    def launches_per_token(self) -> float:
+        """Launches that a request takes part in per token that it decodes: 1, or 1/k in windows."""
+        return self.decode_rows / self.decode_row_steps if self.decode_row_steps else 0.0
+
+    @property
+    def device_idle_share(self) -> float:
+        """Of the time of the newest steps, that in which none of them ran; see `DeviceTimes`."""
+        return self.device_times.idle_share
 
     @property
     def async_share(self) -> float:
@@ -80,6 +157,20 @@ class DecodeStats:
             self.decode_steps += 1
         else:
             self.prefill_steps += 1
+
+    def count_schedule(self, chosen: Mapping[Request, int], step: SchedulerOutput) -> None:
+        """Count what a step is to compute, before its requests advance."""
+        prompts = {request: count for request, count in chosen.items() if request.is_prefilling}
+        self.scheduled_requests += len(chosen)
+        self.scheduled_tokens += sum(chosen.values())
+        self.scheduled_prompt_tokens += sum(prompts.values())
+        self.prompt_chunks += sum(
+            count < len(request.prefill_token_ids) for request, count in prompts.items()
+        )
+        self.mixed_steps += 0 < len(prompts) < len(chosen)
+        self.decode_windows += step.num_steps > 1
+        self.decode_rows += len(chosen) - len(prompts)
+        self.decode_row_steps += sum(chosen.values()) - sum(prompts.values())
 
     def count_path(self, fallback_reason: str | None) -> None:
         """Count a launched step of the asynchronous mode; no reason means that it was async."""

@@ -21,9 +21,10 @@ from neuron_streams.decode import (
     SchedulerOutput,
 )
 from neuron_streams.decode.logprobs import TokenLogprobs
+from neuron_streams.decode.policy import MOST_OVERTAKEN
 from neuron_streams.decode.request import Request
 from tests.decode.fake_streams import FakeStreams
-from tests.decode.hash_model import FakeChunkModel, FakeHashModel, Sizes
+from tests.decode.hash_model import FakeChunkModel, FakeHashModel, FakePackedModel, Sizes
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"async_scheduling": False},
@@ -83,13 +84,16 @@ def make_loop(
     *,
     sizes: dict[str, Any] | None = None,
     chunks: bool = False,
+    packs: bool = False,
     **options: Any,
 ) -> tuple[DecodeLoop, FakeHashModel, FakeStreams]:
     streams = streams or FakeStreams()
-    model = (FakeChunkModel if chunks else FakeHashModel)(streams, **(sizes or {}))
+    kind = FakePackedModel if packs else FakeChunkModel if chunks else FakeHashModel
+    model = kind(streams, **(sizes or {}))
     options.setdefault("output_thread", False)
     loop = DecodeLoop(model, streams=streams, **options)
     check_choices(loop.scheduler)
+    check_bound(loop.scheduler, options.get("max_num_batched_tokens"), kind)
     return loop, model, streams
 
 
@@ -116,6 +120,36 @@ def check_choices(scheduler: Scheduler) -> None:
 
     scheduler.schedule = checked_schedule  # type: ignore[method-assign]
     capacity.start = checked_start  # type: ignore[method-assign]
+
+
+def check_bound(scheduler: Scheduler, bound: int | None, kind: type[FakeHashModel]) -> None:
+    """From here on, check that no running request waits longer than the bound says."""
+    schedule, after_prompts = scheduler.schedule, False
+
+    def checked_schedule() -> SchedulerOutput:
+        nonlocal after_prompts
+        step = schedule()
+        scheduled = [scheduler._in_flight[key] for key in step.num_scheduled_tokens]
+        prompts = {r for r in scheduled if _takes_prompt(r, step)}
+        takes_prompts, carries = bool(prompts), len(prompts) < len(scheduled)
+        others = scheduler.capacity.rows.keys() - scheduled
+        waits = any(not r.is_prefilling for r in others)
+        if bound is not None and takes_prompts and carries:
+            assert step.total_num_scheduled_tokens <= bound
+        if bound is not None and takes_prompts and waits:
+            assert kind is not FakePackedModel, "a row that decodes was left out"
+            assert not after_prompts, "two prefill steps while a row decodes"
+            if kind is FakeChunkModel:
+                assert step.total_num_scheduled_tokens <= bound
+        after_prompts = takes_prompts and waits
+        assert all(r.num_overtaken <= MOST_OVERTAKEN for r in scheduler.capacity.rows)
+        return step
+
+    scheduler.schedule = checked_schedule  # type: ignore[method-assign]
+
+
+def _takes_prompt(request: Request, step: SchedulerOutput) -> bool:
+    return step.num_computed_tokens[request.key] < len(request.prefill_token_ids)
 
 
 def run_to_end(loop: DecodeLoop, model: Sizes, results: Results | None = None) -> Results:
@@ -157,7 +191,8 @@ def check_invariants(loop: DecodeLoop, model: Sizes) -> None:
     slots = [request.slot or 0 for request in holders]
     assert sorted([*slots, *scheduler.capacity.free_slots]) == list(range(1, model.num_slots))
     for request in holders:
-        assert 0 <= request.num_output_placeholders <= request.num_in_flight
+        most = request.num_in_flight * loop.scheduler._policy.steps_per_launch
+        assert 0 <= request.num_output_placeholders <= most
         got = len(request.output_token_ids)
         assert got + request.num_output_placeholders <= request.max_tokens
     check_capacity(scheduler)

@@ -15,9 +15,16 @@ from typing import Any
 
 import torch
 
-from neuron_streams.decode import LogprobsTensors, SamplerOutput, SamplingParams, SamplingTensors
+from neuron_streams.decode import (
+    LogprobsTensors,
+    SamplerOutput,
+    SamplingParams,
+    SamplingTensors,
+    Window,
+    WindowOutput,
+)
 from neuron_streams.decode.logprobs import TokenLogprobs
-from neuron_streams.decode.model import MAX_LOGPROBS
+from neuron_streams.decode.model import MAX_LOGPROBS, NO_TOKEN
 from tests.decode import hash_adjustments
 from tests.decode.fake_streams import FakeStreams, FakeTensor
 from tests.decode.hash_adjustments import VOCAB, Adjusted, Counts, choose
@@ -109,6 +116,8 @@ class Sizes:
 class FakeHashModel(Sizes):
     """On `FakeStreams`; computes when the device gets there, in plain Python."""
 
+    window_sizes = tuple(range(2, 9))
+
     def __init__(self, streams: FakeStreams, **sizes: Any) -> None:
         super().__init__(**sizes)
         self.streams = streams
@@ -142,7 +151,8 @@ class FakeHashModel(Sizes):
         slots: torch.Tensor,
         sampling: SamplingTensors,
     ) -> Any:
-        rows, begins, where = input_ids.tolist(), starts.tolist(), slots.tolist()
+        begins, where = starts.tolist(), slots.tolist()
+        rows = rows_of(input_ids, lengths)
         ends = [start + length for start, length in zip(begins, lengths.tolist(), strict=True)]
         columns = [column.tolist() for column in sampling[:4]]
         mixes = [mix_of(*(column[row] for column in columns)) for row in range(len(rows))]
@@ -154,12 +164,15 @@ class FakeHashModel(Sizes):
 
         def run() -> list[int]:
             for row, slot in enumerate(where):
+                if not slot:
+                    continue
                 self.mix[slot], self.adjusted[slot] = mixes[row], adjusted[row]
                 if not begins[row]:
                     self.history[slot] = [BAD] * self.max_length
                     self.counts[slot] = Counts()
                 for position in range(begins[row], ends[row]):
-                    self._see(slot, position, rows[row][position - begins[row]])
+                    token = rows[row][position - begins[row]]
+                    self._see(slot, position, self.last_sampled[slot] if token < 0 else token)
             return self._scatter(
                 where, [self._next(slot, end) for slot, end in zip(where, ends, strict=True)]
             )
@@ -188,14 +201,54 @@ class FakeHashModel(Sizes):
         ends = [position + 1 for position in positions.tolist()]
         return self._submit("decode", input_ids, positions, where, ends, run)
 
+    def decode_window(
+        self, input_ids: Any, positions: torch.Tensor, slots: torch.Tensor, window: Window
+    ) -> Any:
+        assert window.num_steps in self.window_sizes
+        where, rows = slots.tolist(), len(slots)
+        tokens = FakeTensor(self.streams, window.num_steps, rows)
+        last = FakeTensor(self.streams, rows)
+        wanted = any(self.wants_logprobs[slot] for slot in where)
+        logprobs = self._logprobs_futures(window.num_steps, rows) if wanted else []
+
+        def run() -> list[Any]:
+            ids = input_ids.read() if isinstance(input_ids, FakeTensor) else input_ids.tolist()
+            known = [self.last_sampled[slot] for slot in where]
+            ids = [old if token < 0 else token for token, old in zip(ids, known, strict=True)]
+            steps, likeliest = self._run_window(ids, positions.tolist(), where, window)
+            self._scatter(where, ids)
+            return [steps, ids, *(map(list, zip(*likeliest, strict=True)) if logprobs else ())]
+
+        self._submit_all("decode", input_ids, positions, where, [tokens, last, *logprobs], run)
+        return WindowOutput(tokens, last, LogprobsTensors(*logprobs) if logprobs else None)  # type: ignore[arg-type]
+
+    def _run_window(
+        self, ids: list[int], positions: list[int], slots: list[int], window: Window
+    ) -> tuple[list[list[int]], list[list[Any]]]:
+        """The tokens of each step, with their log-probabilities; `ids` becomes the last ones."""
+        stops = [set(row) for row in window.stop_token_ids.tolist()]
+        limits = window.limits.tolist()
+        steps, likeliest = [], []
+        for step in range(window.num_steps):
+            live = [step < limits[row] and ids[row] not in stops[row] for row in range(len(ids))]
+            where = [slot if alive else 0 for slot, alive in zip(slots, live, strict=True)]
+            at = [position + step for position in positions]
+            tokens = self._decode(ids, at, where)
+            ends = [position + 1 for position in at]
+            likeliest.append(self._logprobs(where, ends, tokens))
+            for row, alive in enumerate(live):
+                ids[row] = tokens[row] if alive else ids[row]
+            steps.append([t if alive else NO_TOKEN for t, alive in zip(tokens, live, strict=True)])
+        return steps, likeliest
+
     def _decode(self, ids: list[int], positions: list[int], slots: list[int]) -> list[int]:
         for token, position, slot in zip(ids, positions, slots, strict=True):
-            assert slot == 0 or 0 <= token < self.vocab_size, f"{token} reached the device"
             if slot:
                 self._see(slot, position, token)
         return [self._next(slot, end + 1) for slot, end in zip(slots, positions, strict=True)]
 
     def _see(self, slot: int, position: int, token: int) -> None:
+        assert 0 <= token < self.vocab_size, f"{token} reached the device"
         self.history[slot][position] = token
         if self.adjusted[slot].penalizes:
             in_prompt = position < self.adjusted[slot].num_prompt_tokens
@@ -249,14 +302,31 @@ class FakeHashModel(Sizes):
         run: Callable[[], list[int]],
         dtype: torch.dtype = torch.int32,
     ) -> Any:
+        rows = positions.shape[0]
+        output = FakeTensor(self.streams, rows, dtype=dtype)
+        wanted = any(self.wants_logprobs[slot] for slot in slots)
+        logprobs = self._logprobs_futures(rows) if wanted else []
+
+        def values() -> list[Any]:
+            tokens = run()
+            return [tokens, *(self._logprobs(slots, ends, tokens) if logprobs else ())]
+
+        self._submit_all(kind, input_ids, positions, slots, [output, *logprobs], values)
+        return SamplerOutput(output, LogprobsTensors(*logprobs)) if logprobs else output  # type: ignore[arg-type]
+
+    def _submit_all(
+        self,
+        kind: str,
+        input_ids: Any,
+        positions: torch.Tensor,
+        slots: list[int],
+        outputs: list[FakeTensor],
+        run: Callable[[], list[Any]],
+    ) -> None:
         if len(self.calls) in self.refuse_at:
             self.refuse_at.remove(len(self.calls))
             self.refused.append(slots)
             raise OSError(f"call {len(self.calls)} was refused")
-        rows = positions.shape[0]
-        output = FakeTensor(self.streams, rows, dtype=dtype)
-        wanted = any(self.wants_logprobs[slot] for slot in slots)
-        logprobs = self._logprobs_futures(rows) if wanted else ()
         number = len(self.calls)
         if kind == "decode":
             assert input_ids.shape[0] == positions.shape[0] == len(slots)
@@ -270,25 +340,21 @@ class FakeHashModel(Sizes):
                 if number in self.fail_at:
                     self._damage(slots)
                     raise ArithmeticError(f"the device failed in call {number}")
-                output.value = run()
-                if logprobs:
-                    values = self._logprobs(slots, ends, output.value)
-                    for tensor, value in zip(logprobs, values, strict=True):
-                        tensor.value = value
+                for tensor, value in zip(outputs, run(), strict=True):
+                    tensor.value = value
             except Exception as error:
-                for tensor in (output, *logprobs):
+                for tensor in outputs:
                     tensor.error = error
                 raise
 
         host = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else None
-        self.calls.append(Call(kind, input_ids, positions, slots, output, host))
+        self.calls.append(Call(kind, input_ids, positions, slots, outputs[0], host))
         self.streams.current_stream().submit(command)
-        return SamplerOutput(output, LogprobsTensors(*logprobs)) if logprobs else output  # type: ignore[arg-type]
 
-    def _logprobs_futures(self, rows: int) -> list[FakeTensor]:
-        ids = FakeTensor(self.streams, rows, 1 + MAX_LOGPROBS)
+    def _logprobs_futures(self, *rows: int) -> list[FakeTensor]:
+        ids = FakeTensor(self.streams, *rows, 1 + MAX_LOGPROBS)
         logprobs = FakeTensor(self.streams, *ids.shape, dtype=torch.float32)
-        return [ids, logprobs, FakeTensor(self.streams, rows)]
+        return [ids, logprobs, FakeTensor(self.streams, *rows)]
 
 
 class FakeChunkModel(FakeHashModel):
@@ -304,3 +370,30 @@ class FakeChunkModel(FakeHashModel):
     ) -> Any:
         assert input_ids.shape[1] in self.prompt_buckets
         return self._prefill(input_ids, starts, lengths, slots, sampling)
+
+
+class FakePackedModel(FakeHashModel):
+    """One that takes prompts, pieces of them and decode rows in one step."""
+
+    token_block = 2
+
+    def packed(
+        self,
+        input_ids: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        sampling: SamplingTensors,
+    ) -> Any:
+        assert input_ids.shape == (int(lengths.sum()),)
+        blocks = sum(-(-length // self.token_block) for length in lengths.tolist() if length > 1)
+        assert blocks * self.token_block <= self.prompt_buckets[-1]
+        assert len(lengths) <= self.batch_buckets[-1]
+        return self._prefill(input_ids, starts, lengths, slots, sampling)
+
+
+def rows_of(input_ids: torch.Tensor, lengths: torch.Tensor) -> list[list[int]]:
+    """The tokens of each row, of a batch that is padded or packed."""
+    if input_ids.dim() == 2:
+        return [row.tolist() for row in input_ids]
+    return [row.tolist() for row in input_ids.split(lengths.tolist())]

@@ -24,9 +24,27 @@ SCRIPTS = 32
 TIMEOUT = 120.0
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "neuron_streams" / "decode"
-TESTS = ("gather", "failures", "preemption", "reports", "seed", "scheduler", "runner", "output")
+TESTS = (
+    "gather",
+    "failures",
+    "preemption",
+    "reports",
+    "async_decode",
+    "scheduler",
+    "runner",
+    "output",
+)
 TESTS = (*TESTS, "loop", "batch", "request", "sampling_params", "admission", "logprobs")
-TESTS = (*TESTS, "capacity", "request_queue", "sampling_reports")
+TESTS = (
+    *TESTS,
+    "capacity",
+    "request_queue",
+    "sampling_reports",
+    "policy",
+    "windows",
+    "device_times",
+    "stats",
+)
 TESTS = (
     *TESTS,
     "outbox",
@@ -71,8 +89,9 @@ MUTANTS = {
     "no check of the dtype": Mutant("runner", " and future.dtype == host_ids.dtype:", ":"),
     "no rebuilt inputs": Mutant(
         "runner",
-        "            model_input = self._prepare_model_input(scheduler_output)\n        return",
-        "            pass\n        return",
+        "            model_input = self._prepare_model_input(scheduler_output)\n"
+        "        return model_input, mismatch",
+        "            pass\n        return model_input, mismatch",
     ),
     "a prefill takes the future": Mutant("runner", 'return model_input, "prefill"', "pass"),
     "a stale buffer after an empty schedule": Mutant(
@@ -85,7 +104,7 @@ MUTANTS = {
         "runner", "self._partial_req_ids = scheduler_output.partial_req_ids", "pass"
     ),
     "a failed row decodes on": Mutant(
-        "runner", "state.failed |= output.error_of(key) is not None", "pass"
+        "runner", "state.ended |= output.error_of(key) is not None", "pass"
     ),
     "the waiting's failure is the step's": Mutant(
         "runner", "if not launched.query():", "if False:"
@@ -118,7 +137,7 @@ MUTANTS = {
     "a gather of the host's ids": Mutant(
         "gather", "self.model).decode_gather(", "self.model).decode("
     ),
-    "no check of the rows": Mutant("gather", "            self._check_rows(", "            len("),
+    "no check of the rows": Mutant("gather", "        self._check_rows()", "        pass"),
     # The batch
     "tokens stay where they were": Mutant(
         "batch",
@@ -142,7 +161,7 @@ MUTANTS = {
     ),
     "limits ignore what is in flight": Mutant(
         "request",
-        "len(self.output_token_ids) + self.num_output_placeholders",
+        "(len(self.output_token_ids) + self.num_output_placeholders)",
         "len(self.output_token_ids)",
     ),
     "one name over a preemption": Mutant("scheduler", "if request.prefill_token_ids:", "if False:"),
@@ -176,13 +195,118 @@ MUTANTS = {
     "a paused request that has ended is counted": Mutant(
         "scheduler", "self._paused.discard(request)\n        self._release", "self._release"
     ),
+    "a victim too many": Mutant("scheduler", "None if self.capacity.slots_come_free else ", ""),
+    # The policy of a step
     "more pieces than a step takes": Mutant(
-        "scheduler", "lambda r: r.order)[: self._model.prefill_batch]", "lambda r: r.order)"
+        "policy", "in prompts[: self._most_prompts]:", "in prompts:"
     ),
     "pieces in any order": Mutant(
-        "scheduler", "sorted(prefilling, key=lambda r: r.order)", "prefilling"
+        "policy",
+        "return sorted(prompts, key=lambda request: request.order)",
+        "return prompts[::-1]",
     ),
-    "a victim too many": Mutant("scheduler", "None if self.capacity.slots_come_free else ", ""),
+    "a chunk beyond the bound": Mutant(
+        "policy", "min(self._largest, bound - len(beside))", "self._largest"
+    ),
+    "rows that decode take no room": Mutant("policy", "bound - len(beside))", "bound)"),
+    "the bound holds where nobody waits": Mutant(
+        "policy", "bound = self._bound if decoding else None", "bound = self._bound"
+    ),
+    "two chunks in a row": Mutant("policy", "or (decoding and self._decode_is_due)", ""),
+    "a mixed step is followed by a decode step": Mutant(
+        "policy", "bound is not None and not self._mixes", "bound is not None"
+    ),
+    "rows that decode stay behind": Mutant(
+        "policy", "beside = decoding if self._mixes else []", "beside = []"
+    ),
+    "a prompt too many for the bucket": Mutant(
+        "policy", "space -= -(-count // self._block) * self._block", "pass"
+    ),
+    "blocks are not rounded up": Mutant(
+        "policy", "-(-count // self._block) * self._block", "count"
+    ),
+    "some start and some go on": Mutant(
+        "policy", "return not self._mixes and not starts", "return False"
+    ),
+    "a whole prompt is cut": Mutant("policy", "        if self._cuts:\n", "        if True:\n"),
+    "in order of arrival": Mutant(
+        "policy", "length = request.num_tokens_left if overtakes else 0", "length = 0"
+    ),
+    "a long prompt starves": Mutant(
+        "policy", "overtakes = request.num_overtaken < MOST_OVERTAKEN", "overtakes = True"
+    ),
+    "whoever came earlier overtakes": Mutant("policy", " and other.arrival > request.arrival", ""),
+    "a bound without room": Mutant(
+        "policy", "max_num_batched_tokens < max_batch_size:", "max_num_batched_tokens < 1:"
+    ),
+    "one new prompt at a time": Mutant("policy", "return self._max_batch_size\n", "return 1\n"),
+    "a mixed step takes stale ids": Mutant(
+        "runner",
+        "            model_input = self._prepare_model_input(scheduler_output)\n        return"
+        ' model_input, "mixed"',
+        '            pass\n        return model_input, "mixed"',
+    ),
+    "a mixed step passes for a prefill": Mutant(
+        "runner",
+        "if not self.input_batch.decodes:\n            return model_input",
+        "if True:\n            return model_input",
+    ),
+    "a failed row is packed": Mutant(
+        "batch", "([0] * length, 0, 0) if state.ended else (tokens", "(tokens"
+    ),
+    # Windows
+    "a window beside those who wait": Mutant(
+        "policy", "if prompts or capacity.somebody_waits:", "if prompts:"
+    ),
+    "somebody who waits for a row is overlooked": Mutant(
+        "capacity", " or self._rowless.first is not None", ""
+    ),
+    "a window that no row can fill": Mutant(
+        "policy", " if size <= most), default=1", "), default=1"
+    ),
+    "a window beyond max_tokens": Mutant(
+        "policy",
+        "counts = {request: min(num_steps, request.num_tokens_to_come) for request in decoding}",
+        "counts = dict.fromkeys(decoding, num_steps)",
+    ),
+    "a row has no limit": Mutant(
+        "batch", "_int32([*limits, *padding])", "_int32([num_steps] * num_rows)"
+    ),
+    "nothing stops a row on the device": Mutant("batch", "MAX_STOP_IDS)]\n", "0)]\n"),
+    "a padding row takes part": Mutant(
+        "batch", "padding = [0] * (num_rows", "padding = [1] * (num_rows"
+    ),
+    "the first tokens of a window go on": Mutant(
+        "runner",
+        "sampled.last_token_ids if isinstance",
+        "sampled.sampled_token_ids[0] if isinstance",
+    ),
+    "what a row that has stopped gives is tokens": Mutant(
+        "sampled", "[[*takewhile(NO_TOKEN.__ne__, column)]", "[[*column]"
+    ),
+    "logprobs of the first step for all": Mutant("logprobs", "ids[step][row][", "ids[0][row]["),
+    "a window brings one token": Mutant(
+        "schedule", "return self.num_scheduled_tokens[key]", "return 1"
+    ),
+    "surplus is not counted": Mutant(
+        "scheduler", "self.stats.extra_tokens_dropped += len(token_ids) - len(kept)", "pass"
+    ),
+    "a row that stops for no reason goes on": Mutant(
+        "scheduler", "if stops_early and not request.status.is_finished:", "if False:"
+    ),
+    "a row that gives nothing goes on": Mutant(
+        "scheduler", "elif token_ids or scheduler_output.num_steps > 1:", "elif token_ids:"
+    ),
+    "a row that has stopped decodes on": Mutant(
+        "batch", "state.ended |= token_id in state.params.stop_ids(self.eos_token_ids)", "pass"
+    ),
+    "room is held for tokens, not outputs": Mutant(
+        "scheduler",
+        "min(request.num_in_flight, request.num_output",
+        "max(request.num_in_flight, request.num_output",
+    ),
+    "windows of a model that has none": Mutant("policy", "if sizes is None:", "if False:"),
+    "windows of any size": Mutant("policy", "if steps_per_launch not in sizes:", "if False:"),
     # Slots, rows and their queues
     "a paused request decodes": Mutant("capacity", "if not request.paused:\n", "if True:\n"),
     "the oldest is preempted": Mutant("capacity", "-priority, -arrival", "-priority, arrival"),
@@ -220,7 +344,9 @@ MUTANTS = {
     "what has left the queue is kept": Mutant(
         "request_queue", "if len(self._heap) > 2 * len(self._entries):", "if False:"
     ),
-    "pieces count as tokens": Mutant("scheduler", "+= not request.is_prefilling", "+= 1"),
+    "pieces count as tokens": Mutant(
+        "schedule", "return 0 if key in self.partial_req_ids else 1", "return 1"
+    ),
     "a preempted request keeps its count": Mutant(
         "scheduler", "            request.num_computed_tokens = 0\n", ""
     ),
@@ -237,8 +363,8 @@ MUTANTS = {
     ),
     "a refused launch leaves its future": Mutant(
         "runner",
-        "            self._drop_future()\n            self.execute",
-        "            self.execute",
+        "            self._drop_future()\n            self._check",
+        "            self._check",
     ),
     "a refused launch leaves older tokens unread": Mutant(
         "runner", 'self._materialize_pending_async_output("a launch failed")', "pass"
@@ -250,17 +376,29 @@ MUTANTS = {
         "output", "except Exception as unreadable:", "except ArithmeticError as unreadable:"
     ),
     "any result is token ids": Mutant(
-        "launch", "if dtype in _INTEGERS and len(shape) == 1 and shape[0] >= rows:", "if True:"
+        "launch",
+        "if dtype in _INTEGERS and shape and shape[:-1] == windowed and shape[-1] >= rows:",
+        "if True:",
     ),
     "floats are token ids": Mutant("launch", "dtype in _INTEGERS and", ""),
-    "a column is token ids": Mutant("launch", " and len(shape) == 1 and", " and"),
-    "rows may be missing": Mutant("launch", " and shape[0] >= rows:", ":"),
+    "a column is token ids": Mutant("launch", " and shape[:-1] == windowed and", " and"),
+    "rows may be missing": Mutant("launch", " and shape[-1] >= rows:", ":"),
     "a negative token is one": Mutant("sampled", "if token_id >= 0 and (", "if ("),
     "any token is in the vocabulary": Mutant(
         "sampled", "(vocab_size is None or token_id < vocab_size)", "True"
     ),
     "a refused step is traced": Mutant(
         "trace", "if record._events is None or record._events[1] is None:", "if False:"
+    ),
+    # What is counted
+    "a step that runs counts as ended": Mutant(
+        "device_times", "if step is None or not step[1].query():", "if step is None:"
+    ),
+    "a rest counts as idle": Mutant(
+        "loop", "if not (self.scheduler.has_work or self.batch_queue):", "if False:"
+    ),
+    "a whole prompt is a chunk": Mutant(
+        "stats", "count < len(request.prefill_token_ids) for", "True for"
     ),
     # Adjustments
     "a plain row spares all rows their adjustments": Mutant(
@@ -311,8 +449,8 @@ MUTANTS = {
         "admission", "if value < -FLOAT32_MAX}", 'if value == -float("inf")}'
     ),
     # Log-probabilities
-    "logprobs of another row": Mutant("logprobs", "], logprobs[row],", "], logprobs[0],"),
-    "a rank of another row": Mutant("logprobs", "ranks[row])", "ranks[-1])"),
+    "logprobs of another row": Mutant("logprobs", "logprobs[step][row],", "logprobs[step][0],"),
+    "a rank of another row": Mutant("logprobs", "ranks[step][row])", "ranks[step][-1])"),
     "an alternative too few": Mutant("logprobs", "[: most + 1]", "[: most or 1]"),
     "an alternative too many": Mutant("logprobs", "[: most + 1]", "[: most + 2]"),
     "a rank too low": Mutant("logprobs", "*range(1, len(ids))", "*range(len(ids))"),
@@ -343,10 +481,10 @@ MUTANTS = {
         " iter(b.num_logprobs(frozenset()))})(),\n            self.model",
     ),
     "a piece of a prompt wants logprobs": Mutant(
-        "batch", "if state.failed or state.key in partial else", "if state.failed else"
+        "batch", "if state.ended or state.key in partial else", "if state.ended else"
     ),
     "a failed row wants logprobs": Mutant(
-        "batch", "if state.failed or state.key in partial else", "if state.key in partial else"
+        "batch", "if state.ended or state.key in partial else", "if state.key in partial else"
     ),
     "logprobs of nought are none": Mutant(
         "batch", "-1 if p.logprobs is None else p.logprobs", "p.logprobs or -1"

@@ -95,10 +95,14 @@ class Name(str):
         return "another"
 
 
+def kind(value: Any) -> str:
+    return type(value).__name__
+
+
 PROMPTS = [[1, 2], (1, 2), range(1, 3), iter([1, 2]), np.array([1, 2]), torch.tensor([1, 2])]
 
 
-@pytest.mark.parametrize("prompt", [*PROMPTS, [np.int32(1), True + 1], {1: 0, 2: 0}], ids=repr)
+@pytest.mark.parametrize("prompt", [*PROMPTS, [np.int32(1), True + 1], {1: 0, 2: 0}], ids=kind)
 def test_prompts_of_other_types_become_lists_of_ints(prompt: Any) -> None:
     token_ids = check_request(make(), "x", prompt).prompt_token_ids
     assert (token_ids, {*map(type, token_ids)}) == ([1, 2], {int})
@@ -118,7 +122,7 @@ def test_what_is_no_list_of_token_ids_is_no_prompt(prompt: Any) -> None:
         check_request(make(), "x", prompt)
 
 
-@pytest.mark.parametrize("request_id", [3, None, b"a", ["x"], ("x",), object()], ids=repr)
+@pytest.mark.parametrize("request_id", [3, None, b"a", ["x"], ("x",), object()], ids=kind)
 def test_what_is_no_string_is_no_id(request_id: Any) -> None:
     scheduler = Scheduler(make())
     with pytest.raises(ValueError, match="^request_id is .*; it must be a string"):

@@ -80,7 +80,7 @@ def test_the_decode_input_pads_with_the_scratch_slot() -> None:
         one.num_computed_tokens = 2
         batch.add_request(one)
     input_ids, positions, slots, *rest = batch.decode_input(4)
-    assert rest == [None, None]
+    assert rest == [None, None, None]
     assert input_ids.tolist() == [6, 10, 0, 0]
     assert positions.tolist() == [2, 2, 0, 0]
     assert slots.tolist() == [3, 5, 0, 0]
@@ -93,7 +93,7 @@ def test_the_decode_input_sends_a_failed_request_to_the_scratch_slot() -> None:
         one.num_computed_tokens = 1
         batch.add_request(one)
     batch.append_token(other, 8)
-    lost.failed = True
+    lost.ended = True
     input_ids, positions, slots, *_ = batch.decode_input(2)
     assert (input_ids.tolist(), positions.tolist(), slots.tolist()) == ([0, 8], [0, 1], [0, 3])
 
@@ -102,7 +102,7 @@ def test_the_prefill_input_pads_on_the_right() -> None:
     batch = make(4, 8)
     batch.add_request(state("a", [1, 2, 3], 2))
     batch.add_request(state("b", [4], 1))
-    input_ids, lengths, slots, sampling, starts = batch.prefill_input([3, 1], 4)
+    input_ids, lengths, slots, sampling, starts, _ = batch.prefill_input([3, 1], 4)
     assert sampling is not None
     assert starts is None
     assert input_ids.tolist() == [[1, 2, 3, 0], [4, 0, 0, 0]]
@@ -114,7 +114,7 @@ def test_the_prefill_input_goes_on_where_a_request_stands() -> None:
     batch = make(2, 8)
     batch.add_request(state("a", [1, 2, 3, 4, 5], 2))
     batch.states[0].num_computed_tokens = 2
-    input_ids, lengths, _, _, starts = batch.prefill_input([3], 4)
+    input_ids, lengths, _, _, starts, _ = batch.prefill_input([3], 4)
     assert input_ids.tolist() == [[3, 4, 5, 0]]
     assert lengths.tolist() == [3]
     assert starts is not None
@@ -196,7 +196,7 @@ def test_rows_that_sample_nothing_want_no_logprobs() -> None:
     for name, most in (("a", 2), ("b", None), ("c", 0), ("d", 5)):
         batch.add_request(state(name, [1], logprobs=most))
     assert batch.num_logprobs(frozenset()) == [2, None, 0, 5]
-    batch.states[3].failed = True
+    batch.states[3].ended = True
     assert batch.num_logprobs(frozenset({RequestKey("a", 0)})) == [None, None, 0, None]
     assert batch.num_logprobs(frozenset(batch.req_ids)) == []
 

@@ -332,7 +332,9 @@ def test_one_that_changes_the_list_that_it_gets_spoils_nothing() -> None:
     assert "".join(play(ids, params_of(), tokenizer=Consuming())[1]) == "ab" * 20
 
 
-@pytest.mark.parametrize("text", [None, b"a", 3, ["a"], object()], ids=repr)
+@pytest.mark.parametrize(
+    "text", [None, b"a", 3, ["a"], object()], ids=lambda text: type(text).__name__
+)
 def test_one_that_gives_no_text_is_named(text: Any) -> None:
     class Wrong:
         def decode(self, token_ids: list[int], /) -> Any:

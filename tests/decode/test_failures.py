@@ -425,3 +425,21 @@ def test_the_watchdog_watches_a_break_of_the_async_flow_too() -> None:
     assert len(model.calls) == 1
     streams.release.set()
     loop.close()
+
+
+def test_a_decode_step_after_a_refused_one_takes_its_tokens_from_the_host() -> None:
+    """A refused step leaves no future behind, not even that of the step before it."""
+    loop, model, _ = make_loop(depth=1)
+    for name in "ab":
+        loop.add_request(name, [1, 2], limited(20))
+    for _ in range(6):
+        loop.step()
+    before = loop.stats.fallback_reasons["composition"]
+    model.refuse_at = {len(model.calls)}
+    loop.add_request("c", [3], limited(3))
+    loop.step()
+    assert model.refused
+    loop.step()
+    assert loop.stats.fallback_reasons["composition"] == before + 1
+    outputs = drive(loop, model)
+    assert ends_of(outputs)["a"] == ("length", None)

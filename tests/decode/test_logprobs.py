@@ -16,18 +16,18 @@ OUTPUT = SamplerOutput(TOKENS, TENSORS)
 
 
 def test_a_row_gets_as_many_as_it_wants() -> None:
-    first, second = logprobs_of_rows(TENSORS, [3, 1])
+    first, second = logprobs_of_rows(TENSORS, [3, 1], [1, 1])
     assert first == [{5: Logprob(-1.5, 2), 8: Logprob(-0.5, 1), 2: Logprob(-2.0, 3)}]
     assert second == [{6: Logprob(-9.0, 17), 1: Logprob(-0.25, 1)}]
     assert list(first[0]) == [5, 8, 2], "the sampled token comes first"
 
 
 def test_nought_is_the_sampled_token_alone_and_none_is_nothing() -> None:
-    assert logprobs_of_rows(TENSORS, [0, None]) == [[{5: Logprob(-1.5, 2)}], None]
+    assert logprobs_of_rows(TENSORS, [0, None], [1, 1]) == [[{5: Logprob(-1.5, 2)}], None]
 
 
 def test_values_are_plain_numbers() -> None:
-    ((logprob, rank),) = logprobs_of_rows(TENSORS, [0])[0][0].values()  # type: ignore[index]
+    ((logprob, rank),) = logprobs_of_rows(TENSORS, [0], [1])[0][0].values()  # type: ignore[index]
     assert type(logprob) is float
     assert type(rank) is int
 

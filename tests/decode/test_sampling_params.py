@@ -117,7 +117,7 @@ def test_what_equals_a_bool_becomes_one(name: str, of: Any) -> None:
 @pytest.mark.parametrize(
     "ids",
     [[3, 4], range(3, 5), np.array([3, 4]), torch.tensor([3, 4]), iter([3, 4]), {3: 0, 4: 0}],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_lists_of_other_types_become_tuples(ids: Any) -> None:
     assert repr(SamplingParams(stop_token_ids=ids).stop_token_ids) == "(3, 4)"

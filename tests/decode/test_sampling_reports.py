@@ -1,6 +1,7 @@
 """How the sampling state of such loops has failed in public: one test for each report that applies.
 
-As test_reports.py, for penalties, masks and log-probabilities, in both policies at depths 1 to 4.
+As test_reports.py, for penalties, masks and log-probabilities, in both policies at depths 1 to 4;
+the numbers are the rows of docs/reports.md, "Decode loops".
 Stop strings have their own tests, and a grammar is refused.
 """
 
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from neuron_streams.decode import DecodeLoop, SamplingParams, SamplingTensors
+from neuron_streams.decode.logprobs import split
 from tests.decode.fake_streams import FakeStreams
 from tests.decode.harness import Results, make_loop, make_worker, run_to_end
 from tests.decode.hash_adjustments import choose
@@ -320,15 +322,17 @@ def test_all_ranks_agree() -> None:
     assert any(output.logprobs for output in seen)
 
 
-def test_a_model_that_gives_no_logprobs_ends_the_loop() -> None:
+def test_a_model_that_gives_no_logprobs_fails_the_request_that_asked() -> None:
     class Forgetful(FakeHashModel):
         def prefill(self, *args: Any, **kwargs: Any) -> Any:
-            return super().prefill(*args, **kwargs).sampled_token_ids
+            return split(super().prefill(*args, **kwargs))[0]
 
     loop = loop_of(Forgetful, {})
-    loop.add_request("a", [1], asking(logprobs=1))
-    with pytest.raises(RuntimeError, match="^A request wants log-probabilities"):
-        loop.step()
+    p = asking()
+    results = run(loop, [[1], [2]], [asking(logprobs=1), p])
+    assert results.reasons["0", 0] == "error"
+    assert str(results.errors["0", 0]).startswith("A request wants log-probabilities")
+    check(results, ("1", 0), [2], p)
 
 
 def test_the_sampling_tensors_of_plain_rows_are_plain() -> None:

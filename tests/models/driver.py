@@ -83,17 +83,13 @@ def prefill(model: Llama, request: Request) -> None:
     request.take(model.prefill(ids, ints([len(known)]), ints([request.slot]), sampling), 0)
 
 
-def prefill_in_pieces(model: Llama, request: Request, piece: int, bucket: int) -> None:
+def prefill_in_pieces(model: Llama, request: Request, piece: int) -> None:
     """The same, so many tokens at a time."""
     known, sampling = [*request.prompt, *request.tokens], request.sampling(model.vocab_size)
     for start in range(0, len(known), piece):
         tokens = known[start : start + piece]
-        ids = ints([*tokens, *[0] * (bucket - len(tokens))])[None]
         rest = ints([len(tokens)]), ints([request.slot]), sampling
-        if start:
-            result = model.prefill_chunk(ids, ints([start]), *rest)
-        else:
-            result = model.prefill(ids, *rest)
+        result = model.packed(ints(tokens), ints([start]), *rest)
     request.take(result, 0)
 
 
@@ -115,3 +111,32 @@ def run(model: Llama, request: Request, count: int) -> list[int]:
     for _ in range(count - 1):
         decode(model, [request])
     return request.tokens
+
+
+def packed(model: Llama, rows: Sequence[tuple[Request, Sequence[int]]], *, gather: bool) -> None:
+    """One step of many: so many of their known tokens each, none for one that decodes."""
+    ids: list[int] = []
+    starts, lengths, slots = [], [], []
+    for request, piece in rows:
+        known = len(request.prompt) + len(request.tokens)
+        tokens = [request.prompt[at] for at in piece]
+        if not piece:
+            tokens = [-1 if gather else request.tokens[-1]]
+        ids += tokens
+        starts.append(piece[0] if piece else known - 1)
+        lengths.append(len(tokens))
+        slots.append(request.slot)
+    each = [request.sampling(model.vocab_size) for request, _ in rows]
+    fields = (torch.cat(column) for column in zip(*(one[:4] for one in each), strict=True))
+    sampling = SamplingTensors(*fields, together([one.adjustments for one in each], model))
+    result = model.packed(ints(ids), ints(starts), ints(lengths), ints(slots), sampling)
+    for row, (request, piece) in enumerate(rows):
+        if not piece or piece[-1] == len(request.prompt) - 1:
+            request.take(result, row)
+
+
+def together(rows: Sequence[Adjustments | None], model: Llama) -> Adjustments | None:
+    if all(one is None for one in rows):
+        return None
+    full = [neutral(1, model.vocab_size) if one is None else one for one in rows]
+    return Adjustments(*(torch.cat(column) for column in zip(*full, strict=True)))

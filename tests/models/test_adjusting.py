@@ -28,8 +28,8 @@ def adjusted(logits: torch.Tensor, request: Request) -> torch.Tensor:
     for part in (slice(0, len(known) // 2), slice(len(known) // 2, None)):
         positions = torch.arange(len(known))[None, part]
         ids, valid = ints(known)[None, part], torch.ones_like(positions, dtype=torch.bool)
-        span = Span(ids, positions, valid, ints([len(known)]))
-        count(tables["token_counts"], tables["prompt_lengths"][slots], slots, span)
+        span = Span(ids, positions, valid, ints([len(known)]), slots)
+        count(tables["token_counts"], tables["prompt_lengths"][slots], span)
     own = {table.field: tables[name][slots] for name, table in TABLES.items()}
     counts = tables["token_counts"][:, slots]
     return adjust(logits[None], counts, ints([len(known)]), own)[0]
@@ -81,8 +81,8 @@ def test_padding_counts_for_the_scratch_slot_alone() -> None:
     ids = ints([5, 5, 7, 0, 0, 0, 8, 2]).view(2, 4)
     valid = torch.tensor([[True, True, True, False], [True, True, True, True]])
     positions = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
-    span = Span(ids, positions, valid, ints([3, 8]))
-    count(counts, ints([2, 6]), torch.tensor([3, 1]), span)
+    span = Span(ids, positions, valid, ints([3, 8]), torch.tensor([3, 1]))
+    count(counts, ints([2, 6]), span)
     wanted = torch.zeros_like(counts)
     wanted[0, 3, 5], wanted[1, 3, 7] = 2, 1
     wanted[0, 1, 0], wanted[1, 1, [8, 2]] = 2, 1

@@ -9,6 +9,9 @@ from tests.models.driver import ints
 VOCAB, SLOTS = 40, 5
 
 
+SLOTS_OF_ROWS = torch.tensor([3, 2, 1, 4])
+
+
 def tables():
     kept = torch.tensor([0.0, 0.9, 0.0, 1.4, 0.6]), ints([0, 5, 0, 0, 9]), torch.ones(SLOTS)
     named = dict(zip(SAMPLING_TABLES, (*kept, torch.arange(SLOTS)), strict=True))
@@ -17,11 +20,13 @@ def tables():
 
 def span(rows):
     ids, at = ints(range(rows))[:, None], ints(range(7, 7 + rows))
-    return Span(ids, at[:, None], torch.ones(rows, 1, dtype=torch.bool), at + 1)
+    return Span(
+        ids, at[:, None], torch.ones(rows, 1, dtype=torch.bool), at + 1, SLOTS_OF_ROWS[:rows]
+    )
 
 
 def test_all_choose_the_same_where_nothing_more_is_asked():
-    logits, slots = torch.randn(4, VOCAB), torch.tensor([3, 2, 1, 4])
+    logits, slots = torch.randn(4, VOCAB), SLOTS_OF_ROWS
     sampled = CHOOSERS["sampled"]()(logits, span(4), slots, tables())
     adjusted = CHOOSERS["adjusted"]()(logits, span(4), slots, tables())
     assert torch.equal(adjusted.sampled_token_ids, sampled)

@@ -7,12 +7,13 @@ from torch.export import export
 from models import toy
 from models.kinds import Step
 from models.llama import Llama
+from models.packed import Packing
 from neuron_streams.decode import SamplerOutput
 from tests.models.reference import compile_eager
 
 ONE_LAYER = dataclasses.replace(toy.CONFIG, num_hidden_layers=1)
 KINDS = [
-    *(f"{how}{choice}_prefill" for how in ("", "chunked_") for choice in ("greedy", "adjusted")),
+    *(f"{choice}_prefill" for choice in ("greedy", "adjusted")),
     *(f"{how}{choice}_decode" for how in ("", "gathered_") for choice in ("greedy", "adjusted")),
 ]
 
@@ -24,9 +25,9 @@ def test_a_step_names_what_it_takes_and_what_it_changes():
     tables = ("temperatures", "top_ks", "top_ps", "seeds")
     assert decode.state == ("kv_cache", *tables, "last_sampled")
     assert decode.mutates == ("kv_cache", "last_sampled")
-    prefill = Step("chunked_greedy_prefill", weights, 16)
+    prefill = Step("greedy_prefill", weights, 16)
     fields = ("temperature", "top_k", "top_p", "seed")
-    assert prefill.inputs == ("input_ids", "starts", "lengths", "slots", *fields)
+    assert prefill.inputs == (*Packing._fields, *fields)
     assert prefill.state == prefill.mutates == ("kv_cache", *tables, "last_sampled")
     adjusted = Step("adjusted_decode", weights, 16)
     assert adjusted.mutates == ("kv_cache", "token_counts")

@@ -6,7 +6,8 @@ import torch
 from models import toy
 from models.config import RopeScaling
 from models.layers import attend, project, write
-from models.steps import Decode, Prefill
+from models.packed import Packed, pack
+from models.steps import Decode
 from tests.models.peer import in_transformers
 
 CONFIGS = {
@@ -30,7 +31,10 @@ def test_logits_are_those_of_transformers(name, written_out, monkeypatch):
     with torch.inference_mode():
         wanted = peer(prompts).logits
         lengths = torch.tensor([9, 7])
-        first = Prefill(weights, 20)(prompts[:, :10], lengths, slots, kv)
+        known = [*prompts[0, :9].tolist(), *prompts[1, :7].tolist()]
+        rows = known, [0, 0], lengths.tolist(), slots.tolist()
+        packing = pack(*rows, rows=2, buckets=(24,), block=4)
+        first = Packed(weights, 20)(*packing, kv)
         torch.testing.assert_close(first[0], wanted[0, 8], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(first[1], wanted[1, 6], atol=1e-4, rtol=1e-4)
         decode = Decode(weights, 20)

@@ -33,7 +33,7 @@ def as_protocol(made: Model) -> Model:
 def test_it_is_a_model_of_the_decode_loop():
     made = as_protocol(model())
     assert made.device == torch.device("cpu")
-    assert (made.max_length, made.num_slots, made.prefill_batch) == (64, 6, 1)
+    assert (made.max_length, made.num_slots, made.prefill_batch) == (64, 6, 4)
     assert (made.batch_buckets, made.prompt_buckets) == ((1, 2, 4), (8, 16))
     assert (made.vocab_size, made.eos_token_ids) == (97, frozenset({2}))
     assert made.on_device_sampling
@@ -91,7 +91,7 @@ def test_a_step_writes_its_own_slots_and_nothing_else():
     touched = changed.any(3).any(1).any(0).nonzero().flatten().tolist()
     assert touched == [0, 3]
     at_position = (made._state["kv_cache"] != before)[:, :, 3].flatten(0, 2).any(2).any(0)
-    assert at_position.nonzero().flatten().tolist() == list(range(8))
+    assert at_position.nonzero().flatten().tolist() == list(range(6))
 
 
 def test_input_ids_may_be_the_future_of_the_step_before(wanted):
@@ -233,8 +233,8 @@ def test_calls_that_no_bucket_fits_are_refused():
     with pytest.raises(ValueError, match="greedy_decode of 3: no such bucket; pad to one of"):
         made.decode(ints([1, 1, 1]), ints([0, 0, 0]), ints([1, 2, 3]))
     sampling = SamplingTensors(torch.zeros(1), ints([0]), torch.ones(1), torch.zeros(1).long())
-    with pytest.raises(ValueError, match="greedy_prefill of 5: no such bucket"):
-        made.prefill(ints([1] * 5)[None], ints([5]), ints([1]), sampling)
+    with pytest.raises(ValueError, match="^1 rows of 17 tokens, 24 in blocks of 8, are too many"):
+        made.prefill(ints([1] * 17)[None], ints([17]), ints([1]), sampling)
 
 
 def test_bfloat16_stays_close_to_float32():

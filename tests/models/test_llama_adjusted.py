@@ -96,12 +96,12 @@ def test_pieces_and_preemption_count_the_same_history(name, piece):
     whole, parts = (wishing(name, slot, prompt=prompt, num_logprobs=0) for slot in (1, 2))
     made = model(prompt_buckets=(8, 16, 32))
     run(made, whole, 14)
-    prefill_in_pieces(made, parts, piece, bucket=8)
+    prefill_in_pieces(made, parts, piece)
     for _ in range(5):
         decode(made, [parts])
     run(made, wishing("all", slot=2), 3)  # preempted: another has the slot meanwhile
     parts.slot = 3
-    prefill_in_pieces(made, parts, piece, bucket=8)
+    prefill_in_pieces(made, parts, piece)
     decode(made, [parts])
     parts.slot = 2
     prefill(made, parts)

@@ -10,7 +10,7 @@ from torch.testing._internal import common_methods_invocations as database
 
 from tests.torch_backend.comparing import aliases, difference
 from tests.torch_backend.device import DEVICE, drain, synchronize
-from tests.torch_backend.exceptions import LATE, UNDEFINED, WAITING
+from tests.torch_backend.exceptions import HOST_ARGUMENTS, LATE, UNDEFINED, WAITING
 from tests.torch_backend.placing import Placing, tensors
 from tests.torch_backend.watchdog import Watchdog
 
@@ -41,7 +41,10 @@ class Outcome:
 
 
 def forward(op, sample):
-    return op(sample.input, *sample.args, **sample.kwargs)
+    args = sample.args
+    if op.full_name in HOST_ARGUMENTS:
+        args = [x.cpu() if isinstance(x, torch.Tensor) else x for x in args]
+    return op(sample.input, *args, **sample.kwargs)
 
 
 def inplace(op, sample):

@@ -206,27 +206,74 @@ def test_what_a_tensor_shares_is_copied_once():
     assert b.tolist() == [11.0, 2.0, 3.0]
 
 
+class Unrolled(nn.Module):
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x):
+        state = None
+        for step in x:
+            state = self.cell(step, state)
+        return state
+
+
+class Packed(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        packed = nn.utils.rnn.pack_padded_sequence(x, [5, 3], enforce_sorted=True)
+        out, state = self.layer(packed)
+        return nn.utils.rnn.pad_packed_sequence(out)[0], state
+
+
 RECURRENT = {
     "LSTM": lambda: nn.LSTM(3, 4, 2, dropout=0.0),
+    "LSTM in bfloat16": lambda: nn.LSTM(3, 4, 2, bidirectional=True, dtype=torch.bfloat16),
+    "LSTM in float64": lambda: nn.LSTM(3, 4, 2, bidirectional=True, dtype=torch.float64),
+    "LSTM, batch first": lambda: nn.LSTM(3, 4, bias=False, batch_first=True),
+    "LSTM, projected": lambda: nn.LSTM(3, 4, 2, proj_size=2, bidirectional=True),
+    "LSTM, packed": lambda: Packed(nn.LSTM(3, 4, bidirectional=True)),
+    "LSTMCell": lambda: Unrolled(nn.LSTMCell(3, 4)),
     "GRU": lambda: nn.GRU(3, 4, bidirectional=True),
+    "GRU, batch first": lambda: nn.GRU(3, 4, 2, bias=False, batch_first=True),
+    "GRU, packed": lambda: Packed(nn.GRU(3, 4, 2, bidirectional=True)),
+    "GRUCell": lambda: Unrolled(nn.GRUCell(3, 4)),
     "RNN": lambda: nn.RNN(3, 4),
+    "RNN of relu, both ways": lambda: nn.RNN(3, 4, 2, nonlinearity="relu", bidirectional=True),
+    "RNN, packed": lambda: Packed(nn.RNN(3, 4)),
+    "RNNCell": lambda: Unrolled(nn.RNNCell(3, 4)),
 }
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_recurrent_layer_is_trained(name):
     results = []
     for device in ("cpu", DEVICE):
         torch.manual_seed(0)
         layer = RECURRENT[name]().to(device)
-        x = torch.rand(5, 2, 3).to(device).requires_grad_()
-        out, _ = layer(x)
-        out.square().sum().backward()
-        results.append([out, x.grad, *(p.grad for p in layer.parameters())])
+        dtype = next(layer.parameters()).dtype
+        x = torch.rand(5, 2, 3).to(device, dtype).requires_grad_()
+        out = torch.utils._pytree.tree_leaves(layer(x))
+        sum(part.square().sum() for part in out).backward()
+        results.append([*out, x.grad, *(p.grad for p in layer.parameters())])
     pairs = zip(*results, strict=True)
     assert all(torch.equal(a, b.cpu()) for a, b in pairs)
 
 
+def test_a_cell_says_what_does_not_fit():
+    for device in ("cpu", DEVICE):
+        cell = nn.GRUCell(3, 4).to(device)
+        with pytest.raises(RuntimeError, match="^input has inconsistent input_size: got 5 expect"):
+            cell(torch.ones(2, 5, device=device))
+        with pytest.raises(RuntimeError, match="^Expected sequence length to be larger than 0"):
+            nn.GRU(3, 4).to(device)(torch.ones(0, 2, 3, device=device))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_an_encoder_in_evaluation_takes_its_fast_path():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -234,5 +281,12 @@ def test_an_encoder_in_evaluation_takes_its_fast_path():
     x, mask = torch.rand(2, 3, 8), torch.tensor([[False, False, True], [False, False, False]])
     with torch.no_grad():
         expected = model(x, src_key_padding_mask=mask)
-        got = model.to(DEVICE)(x.to(DEVICE), src_key_padding_mask=mask.to(DEVICE))
-    assert torch.allclose(got.cpu(), expected, atol=1e-5)
+        got = model.to(DEVICE)(x.to(DEVICE), src_key_padding_mask=mask.to(DEVICE)).cpu()
+    assert torch.allclose(got[~mask], expected[~mask], atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused_in_words():
+    x, mask = torch.rand(2, 3, 8, device=DEVICE), torch.ones(2, 3, dtype=torch.bool, device=DEVICE)
+    with pytest.raises(NotImplementedError, match="^neuron: nested tensors are not supported"):
+        torch._nested_tensor_from_mask(x, mask, mask_check=False)

@@ -1,7 +1,5 @@
 """PyTorch's whole operator database gives on the device what it gives on the CPU, bit for bit."""
 
-import os
-
 import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
@@ -15,19 +13,13 @@ from tests.torch_backend.watchdog import Watchdog
 
 WAITS = "waits for the stream"
 
-whole_database = pytest.mark.skipif(
-    os.environ.get("NEURON_STREAMS_OPERATORS", "0") == "0",
-    reason="NEURON_STREAMS_OPERATORS=1 runs it: what differs is not sorted out yet, see "
-    "`python -m tests.torch_backend.operators`",
-)
-
 
 @pytest.fixture(scope="module")
 def run():
     return Run()
 
 
-@whole_database
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_operator_gives_what_the_cpu_gives(run, kind):
@@ -39,13 +31,13 @@ def test_every_operator_gives_what_the_cpu_gives(run, kind):
     assert wrong == {}, table(run)
 
 
-@whole_database
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_no_operator_waits_for_a_held_stream(run):
     assert {f["op"] for f in run.failures if f["message"] == WAITS} - set(DIFFERENT) == set()
 
 
-@whole_database
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_is_excused_is_little_and_still_so(run):
     assert len(DIFFERENT) <= len(op_db) // 100

@@ -49,8 +49,21 @@ assert model.weight.device == torch.device("neuron:0")
 assert model.weight.is_neuron and not model.weight.is_cuda
 assert torch.ones(1).neuron(1).device == torch.device("neuron:1")
 """,
-    "torch.Stream is the first use": """
+    "torch.Stream and torch.Event ask no Python, so they are no first use": """
 import neuron_streams
+for make in (torch.Stream, torch.Event):
+    try:
+        make("neuron")
+    except RuntimeError as error:
+        assert "neuron" in str(error), error
+    else:
+        raise AssertionError("made without a backend")
+neuron_streams.init()
+assert torch.Stream("neuron").device == torch.device("neuron:0")
+""",
+    "torch.Stream": """
+import neuron_streams
+neuron_streams.init()
 a, b = torch.Stream("neuron"), torch.Stream("neuron:1")
 assert a.stream_id != torch.Stream("neuron").stream_id
 assert (a.device, b.device) == (torch.device("neuron:0"), torch.device("neuron:1"))
@@ -59,8 +72,9 @@ with a:
     assert neuron_streams.current_stream().stream_id == a.stream_id
 assert torch.accelerator.current_stream() != a
 """,
-    "torch.Event is the first use": """
+    "torch.Event": """
 import neuron_streams
+neuron_streams.init()
 event = torch.Event("neuron", enable_timing=True)
 event.record()
 later = torch.Event("neuron", enable_timing=True)

@@ -7,6 +7,7 @@
 //   foreign.cpp the port over a runtime written in Python
 //   stream.h/.cpp   a stream's lane, what a thread has as current, events
 //   engine.cpp  autograd's threads
+//   exit.cpp    the end of the process, the GIL, waits after the main thread
 //   guard.cpp   torch's device guard and hooks over those
 //   random.cpp  the device's generator
 //   view.h/.cpp windows on buffers, and the operators that only make another window
@@ -15,6 +16,7 @@
 //   staging.h/.cpp  tensors of a device whose memory the host does not reach, for the host to work on
 //   copy.cpp    copies between the host and devices
 //   attention.cpp   which path attention takes
+//   recurrent.cpp   recurrent layers, as the CPU makes them
 //   autocast.cpp    the cast lists
 //   execute.cpp executables
 //   collective.h/.cpp  commands in which other processes take part
@@ -275,7 +277,7 @@ class WithoutGil {
 class Held {
  public:
   explicit Held(std::recursive_mutex&);
-  ~Held() { mutex_.unlock(); }
+  ~Held();
   Held(const Held&) = delete;
 
  private:
@@ -285,8 +287,11 @@ class Held {
 void say_on_host(const char* name);
 // Lets go of a reference on a thread that may not take the GIL; Python's main thread does it later.
 void forget(PyObject*);
-// Does not return on a daemon thread once the process ends; see python.cpp.
+// Notes that the calling thread uses the device.
+void note_user();
+// Does not return once the process ends, but on the main thread; see exit.cpp.
 void stop_if_ending();
+bool exit_has_begun();
 // Lets Python's signal handlers run, on its main thread, and throws what they raise.
 void check_signals();
 

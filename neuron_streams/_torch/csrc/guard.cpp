@@ -35,11 +35,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     try {
       return static_cast<c10::DeviceIndex>(port()->devices);
     } catch (...) {
+      note_uncounted();
       return 0;
     }
   }
 
+  // A backward asks here first. Autograd's threads sleep once the process ends, and would be waited
+  // for in vain.
   c10::Stream getStream(c10::Device device) const override {
+    stop_if_ending();
+    TORCH_CHECK(!exit_has_begun(), "the process ends: the runtime of neuron_streams is closed");
     return current_stream(index_of(device))->as_torch();
   }
   c10::Stream getDefaultStream(c10::Device device) const override {
@@ -116,7 +121,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return !exit_has_begun(); }
   void init() const override { port(); }
 
   c10::DeviceIndex deviceCount() const override {

@@ -238,6 +238,7 @@ void NativePort::wait(Ticket ticket, double timeout) {
       WithoutGil free;
       done = ns_wait(runtime_, ticket.lane, ticket.value, slice);
     }
+    stop_if_ending();
     check_signals();
     if (!done && timeout < 0 && main_thread_has_ended()) wait_alone(lane, ticket);
   }

@@ -15,14 +15,16 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/core/enum_tag.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/library.h>
 
 // Of <ATen/native/Resize.h>, which takes seconds to compile.
 namespace at::native {
-TORCH_API bool resize_output(const Tensor& output, IntArrayRef shape);
 TORCH_API bool resize_output_check(const Tensor& output, IntArrayRef shape);
 } // namespace at::native
 
@@ -54,9 +56,10 @@ std::optional<c10::OperatorHandle> find_out(const c10::OperatorHandle& handle) {
     return made;
   }();
   const c10::FunctionSchema& schema = handle.schema();
-  // Its overload gives the result the size of the input first, even where it is to be a number.
-  if (schema.name() == "aten::mse_loss") return {};
   const auto& arguments = schema.arguments();
+  // A loss writes the size of its input first, even where the result is to be a number.
+  for (const c10::Argument& argument : arguments)
+    if (argument.name() == "reduction") return {};
   for (const c10::Argument& result : schema.returns())
     if (!is_tensor(result) || result.alias_info() != nullptr) return {};
   for (auto [at, end] = overloads->equal_range(handle.operator_name().name); at != end; ++at) {
@@ -144,10 +147,24 @@ const OperatorInfo& OperatorInfo::of(const c10::OperatorHandle& handle) {
 
 // -- calls --------------------------------------------------------------------------------------
 
-Call::Call(const OperatorInfo& info, torch::jit::Stack* stack) : info(info) {
+// Torch has tensors that are known to be zero, without memory. The CPU's kernels get them with memory.
+static void give_memory(const Call& call, std::vector<c10::IValue>& values) {
+  bool found = false;
+  call.for_each_tensor([&](const at::Tensor& tensor, size_t, int) {
+    found |= tensor._is_zerotensor();
+  });
+  if (!found) return;
+  values = with_tensors(call, [](const at::Tensor& tensor, size_t) {
+    return tensor._is_zerotensor() ? at::zeros(tensor.sizes(), tensor.options()) : tensor;
+  });
+}
+
+Call::Call(const OperatorInfo& info, torch::jit::Stack* stack)
+    : info(info), grad(c10::GradMode::is_enabled()) {
   const auto begin = stack->end() - static_cast<ptrdiff_t>(info.arguments);
   values.assign(std::make_move_iterator(begin), std::make_move_iterator(stack->end()));
   stack->erase(begin, stack->end());
+  give_memory(*this, values);
   c10::Device host(c10::kCPU);
   for_each_tensor([&](const at::Tensor& tensor, size_t argument, int) {
     if (is_ours(tensor)) {
@@ -209,9 +226,12 @@ void check_layout(const at::Tensor& result, const Shape& promised, const char* n
 }
 
 void copy_result(const at::Tensor& result, const at::Tensor& target) {
-  if (result.const_data_ptr() == target.const_data_ptr()) return;
+  if (result.unsafeGetTensorImpl()->has_storage() && !result._is_zerotensor() &&
+      result.const_data_ptr() == target.const_data_ptr())
+    return;
   if (result.strides() == target.strides() && result.is_non_overlapping_and_dense() &&
-      !result.is_conj() && !result.is_neg())
+      result.is_conj() == target.is_conj() && result.is_neg() == target.is_neg() &&
+      !result._is_zerotensor())
     std::memcpy(target.mutable_data_ptr(), result.const_data_ptr(), result.nbytes());
   else
     target.copy_(result);
@@ -220,7 +240,7 @@ void copy_result(const at::Tensor& result, const at::Tensor& target) {
 // An operator with what it takes along of its arguments.
 struct Operator final : Command {
   explicit Operator(const Call& call)
-      : Command(Kind::Operator, Unit::Compute, call.info.name), info(call.info) {
+      : Command(Kind::Operator, Unit::Compute, call.info.name), info(call.info), grad(call.grad) {
     overwrites = info.overwrites;
     poisons_mutated = true;
     values.resize(call.values.size());
@@ -250,15 +270,20 @@ struct Operator final : Command {
     }
     at::Tensor made =
         empty_strided(stream->port, stream->device, shape.size, shape.stride, shape.dtype);
+    if (shape.conj) made._set_conj(true);
+    if (shape.neg) made._set_neg(true);
     results.emplace_back(made);
     outputs.push_back(results.back().buffer);
     return made;
   }
 
   void run() override {
+    c10::AutoGradMode mode(grad);
     torch::jit::Stack stack = arguments();
     const bool into_given = info.out.has_value() && !results.empty() &&
-        std::all_of(results.begin(), results.end(), [](const Window& w) { return bool(w.buffer); });
+        std::all_of(results.begin(), results.end(), [](const Window& window) {
+          return window.buffer && !window.conj && !window.neg;
+        });
     if (into_given) {
       for (const Window& window : results) stack.emplace_back(window.on_host());
       info.out->callBoxed(stack);
@@ -269,6 +294,7 @@ struct Operator final : Command {
   }
 
   const OperatorInfo& info;
+  const bool grad;
   std::vector<Result::Return> promised;
 
  private:
@@ -384,6 +410,18 @@ void check_host_operators(const StreamPtr& stream, const char* name) {
   count_on_host(name);
 }
 
+// What the CPU's kernel checks of the result it is given, which here is another one.
+void check_overlap(const Call& call) {
+  for (size_t i = 0; i < call.info.arguments; i++) {
+    if (!call.info.resized[i] || !call.values[i].isTensor()) continue;
+    const at::Tensor& target = call.values[i].toTensor();
+    at::assert_no_internal_overlap(target);
+    call.for_each_tensor([&](const at::Tensor& tensor, size_t argument, int) {
+      if (!call.info.resized[argument]) at::assert_no_overlap(target, tensor);
+    });
+  }
+}
+
 // Runs a call on the calling thread, once the stream has done all before it: a queued reader of what
 // it writes must not be overtaken.
 void run_now(const Call& call, torch::jit::Stack* stack) {
@@ -394,6 +432,7 @@ void run_now(const Call& call, torch::jit::Stack* stack) {
   call.for_each_tensor([&](const at::Tensor& tensor, size_t, int) {
     if (is_ours(tensor)) wait_for(Window(tensor));
   });
+  check_overlap(call);
   Staging staging(stream);
   torch::jit::Stack arguments = with_tensors(call, [&](const at::Tensor& tensor, size_t argument) {
     if (!is_ours(tensor)) return tensor;
@@ -407,13 +446,15 @@ void run_now(const Call& call, torch::jit::Stack* stack) {
   if (auto numbers = draw(call)) arguments[static_cast<size_t>(info.generator)] = *numbers;
   {
     c10::InferenceMode guard;
+    c10::AutoGradMode mode(call.grad);
     info.handle.callBoxed(arguments);
   }
   for (size_t i = 0; i < info.arguments; i++) {
     if (!outs[i].defined()) continue;
-    const at::Tensor target = call.values[i].toTensor();
+    const at::Tensor& target = call.values[i].toTensor();
     if (target.sizes() != outs[i].sizes()) {
-      at::native::resize_output(target, outs[i].sizes());
+      at::native::resize_output_check(target, outs[i].sizes());
+      resize_tensor(target, outs[i].sizes(), outs[i].strides());
     }
     staging.put(outs[i], target);
   }
@@ -494,11 +535,13 @@ void enqueue(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   stream->submit(command);
 }
 
-// Composites that choose by the device where the CPU has no kernel of its own: taken whole.
-const std::unordered_set<std::string>& taken_whole() {
+// Composites that choose by the device, or that know a few: taken whole, as the CPU has no kernel of
+// its own for them.
+bool is_taken_whole(const c10::OperatorName& name) {
   static const auto* names = new std::unordered_set<std::string>{
-      "aten::convolution", "aten::convolution_backward"};
-  return *names;
+      "aten::convolution", "aten::convolution_backward", "aten::conj_physical_", "aten::mode",
+      "aten::mode.values"};
+  return names->count(c10::toString(name));
 }
 
 [[maybe_unused]] torch::Library& library() {
@@ -528,7 +571,7 @@ void register_operators() {
     auto found = dispatcher.findSchema(name);
     if (!found || found->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) continue;
     const bool wanted = found->hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
-        (taken_whole().count(name.name) && name.overload_name.empty());
+        is_taken_whole(name);
     if (!wanted) continue;
     const std::string text = c10::toString(name);
     library().impl(text.c_str(), torch::CppFunction::makeFromBoxedFunction<&enqueue>());

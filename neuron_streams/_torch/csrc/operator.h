@@ -42,6 +42,7 @@ struct Call {
   std::vector<c10::IValue> values;
   bool waits() const; // whether the shape of the result depends on data
 
+  const bool grad; // whether gradients are wanted: some of the CPU's kernels ask
   int device = -1;
   bool seen_host = false; // a tensor of the host with dimensions that the operator may take
 };
@@ -49,6 +50,7 @@ struct Call {
 // The metadata of one fresh result, or of what an `out=` argument is to become.
 struct Shape {
   bool defined = true;
+  bool conj = false, neg = false;
   c10::ScalarType dtype = c10::kFloat;
   std::vector<int64_t> size, stride;
 };

@@ -10,10 +10,6 @@
 
 #include <cmath>
 #include <sstream>
-#include <unordered_set>
-
-#include <cxxabi.h>
-#include <unistd.h>
 
 namespace neuron {
 
@@ -228,87 +224,23 @@ void say_on_host(const char* name) {
   call(callbacks().say_on_host, name);
 }
 
-std::vector<at::Tensor> run_in_python(PyObject* handle, const std::vector<at::Tensor>& inputs) {
+std::vector<at::Tensor> run_in_python(
+    PyObject* handle, const std::vector<at::Tensor>& inputs, const at::Generator& numbers) {
   WithGil gil;
   try {
-    return From<std::vector<at::Tensor>>::load(call_method(handle, "run", inputs).get());
+    const Ref made = numbers.defined()
+        ? call_method(handle, "run", inputs, THPGenerator_Wrap(numbers))
+        : call_method(handle, "run", inputs);
+    return From<std::vector<at::Tensor>>::load(made.get());
   } catch (python_error& error) {
     error.restore();
     std::rethrow_exception(raised(taken_error().get()));
   }
 }
 
-// -- the GIL ------------------------------------------------------------------------------------
-
-// Python ends a thread that asks for the GIL after the end of the interpreter by pthread_exit, which
-// unwinds the stack: frames of C++ would let go of objects without the GIL, or abort. Such a thread
-// sleeps instead until the process is gone, as it does from Python 3.14 on. A daemon thread does so
-// already when the exit begins: the runtime is closed then, and what a wait raises is for no one.
-namespace {
-
-struct Ending {
-  std::atomic<bool> began{false};
-  std::unordered_set<unsigned long> daemons; // written before `began`
-};
-Ending& ending() {
-  static auto* made = new Ending;
-  return *made;
-}
-
-[[noreturn]] void sleep_for_ever() {
-  for (;;) pause();
-}
-
-template <class F>
-auto without_unwinding(const F& f) {
-#ifdef __GLIBCXX__
-  try {
-    return f();
-  } catch (abi::__forced_unwind&) {
-    sleep_for_ever();
-  }
-#else
-  return f();
-#endif
-}
-
-void begin_exit(const std::vector<int64_t>& daemons) {
-  if (ending().began) return;
-  for (const int64_t ident : daemons) ending().daemons.insert(static_cast<unsigned long>(ident));
-  ending().began = true;
-}
-
-} // namespace
-
-void stop_if_ending() {
-  if (!ending().began || !ending().daemons.count(PyThread_get_thread_ident())) return;
-  if (PyGILState_Check()) PyEval_SaveThread();
-  sleep_for_ever();
-}
-
-WithoutGil::WithoutGil() {
-  if (PyGILState_Check()) state_ = PyEval_SaveThread();
-}
-WithoutGil::~WithoutGil() {
-  if (!state_) return;
-  stop_if_ending();
-  without_unwinding([&] { PyEval_RestoreThread(static_cast<PyThreadState*>(state_)); });
-}
-
-bind::WithGil::WithGil() {
-  stop_if_ending();
-  state_ = without_unwinding([] { return PyGILState_Ensure(); });
-}
-
 Ref bind::call_with(PyObject* function, const Ref& arguments, PyObject* keywords) {
   return Ref(without_unwinding(
       [&] { return PyObject_Call(function, arguments.get(), keywords); }));
-}
-
-Held::Held(std::recursive_mutex& mutex) : mutex_(mutex) {
-  if (mutex.try_lock()) return;
-  WithoutGil free;
-  mutex.lock();
 }
 
 namespace {
@@ -323,35 +255,7 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) Ref::throw_set();
 }
 
-// -- the end of the interpreter -----------------------------------------------------------------
-
-bool main_thread_has_ended() {
-  if (!python_is_there() || PyGILState_GetThisThreadState() == nullptr) return false;
-  WithGil gil;
-  return From<bool>::load(call_method(callbacks().exit, "main_thread_has_ended").get());
-}
-
-LastWait::LastWait(std::function<bool()> stuck) {
-  WithGil gil;
-  const Ref question(wrap(std::move(stuck)));
-  PyObject* ask = Ref(PyObject_GetAttrString(question.get(), "ask")).release();
-  last_ = call_method(callbacks().exit, "LastWait", ask).release();
-  call_method(last_, "__enter__");
-}
-
-LastWait::~LastWait() {
-  if (!python_is_there()) return; // the thread ends with the process
-  WithGil gil;
-  const Ref last(last_);
-  const Ref none(Py_BuildValue("OOO", Py_None, Py_None, Py_None));
-  const Ref leave(PyObject_GetAttrString(last_, "__exit__"));
-  Ref(PyObject_CallObject(leave.get(), none.get()));
-}
-
-bool LastWait::in_vain() {
-  WithGil gil;
-  return From<bool>::load(call_method(last_, "in_vain").get());
-}
+PyObject* exit_module() { return callbacks().exit; }
 
 // -- the objects of Python ----------------------------------------------------------------------
 
@@ -464,8 +368,9 @@ using LoadedPtr = std::shared_ptr<const Loaded>;
 
 LoadedPtr load(
     const std::string& name, PyObject* inputs, PyObject* outputs, std::vector<size_t> mutated,
-    uintptr_t program, PyObject* handle) {
+    uintptr_t program, PyObject* handle, bool draws) {
   auto made = std::make_shared<Loaded>();
+  made->draws = draws;
   made->name = intern(name);
   made->inputs = forms_of(inputs);
   made->outputs = forms_of(outputs);
@@ -775,6 +680,7 @@ PyMethodDef functions[] = {
     function<[](std::optional<PortPtr> port) { set_port(port.value_or(PortPtr())); }>("set_port"),
     function<[] { in_child = true; }>("after_fork_in_child"),
     function<begin_exit>("begin_exit"),
+    function<leave_at_once>("leave_at_once"),
     function<tidy>("tidy"),
     function<start_autograd_threads>("start_autograd_threads"),
     function<[](PyObject* error, Ticket ticket, std::string what) {

@@ -14,7 +14,9 @@
 #include <unordered_set>
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/CPUGeneratorImpl.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
 namespace neuron {
@@ -32,7 +34,8 @@ void put_tensor(std::string& key, const at::Tensor& tensor, bool sizes) {
   put(key, static_cast<int8_t>(tensor.scalar_type()));
   put(key, static_cast<int8_t>(tensor.device().type()));
   put(key, static_cast<int8_t>(tensor.dim()));
-  put(key, static_cast<int8_t>(tensor.unsafeGetTensorImpl()->is_wrapped_number()));
+  const int wrapped = tensor.unsafeGetTensorImpl()->is_wrapped_number();
+  put(key, static_cast<int8_t>(wrapped | tensor.is_conj() << 1 | tensor.is_neg() << 2));
   if (!sizes) return;
   for (const int64_t extent : tensor.sizes()) put(key, extent);
   for (const int64_t step : tensor.strides()) put(key, step);
@@ -84,10 +87,12 @@ bool put_value(std::string& key, const c10::IValue& value, bool sizes) {
   return true;
 }
 
-// Which tensors share memory, where any is written: torch refuses some of that.
+// Which tensors share memory, where any is written, and which share it with themselves: torch
+// refuses some of that.
 void put_sharing(std::string& key, const Call& call) {
   std::vector<const c10::StorageImpl*> seen;
-  call.for_each_tensor([&](const at::Tensor& tensor, size_t, int) {
+  call.for_each_tensor([&](const at::Tensor& tensor, size_t argument, int) {
+    if (call.info.written[argument]) put(key, at::has_internal_overlap(tensor));
     const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
     const auto found = std::find(seen.begin(), seen.end(), storage);
     put(key, static_cast<int32_t>(found - seen.begin()));
@@ -100,6 +105,7 @@ void put_sharing(std::string& key, const Call& call) {
 bool write_key(std::string& key, const Call& call, bool sizes) {
   key.clear();
   put(key, static_cast<const void*>(&call.info));
+  put(key, call.grad);
   for (const c10::IValue& value : call.values) {
     if (value.isTensor()) {
       put(key, 'T');
@@ -119,17 +125,24 @@ bool write_key(std::string& key, const Call& call, bool sizes) {
       return false;
     }
   }
-  if (sizes && call.info.writes_any) put_sharing(key, call);
+  if (call.info.writes_any) put_sharing(key, call);
   return true;
 }
 
 // -- running a call on other tensors ------------------------------------------------------------
 
-// Tensors without memory, or of zeros on the host, with the metadata of those of a call and the same
-// storages in common.
+// Operators that refuse zeros, as pivots or as probabilities.
+bool wants_ones(const Call& call) {
+  static const auto* names = new std::unordered_set<std::string>{
+      "aten::linalg_lu_solve", "aten::lu_unpack", "aten::linalg_ldl_solve", "aten::multinomial"};
+  return names->count(call.info.handle.operator_name().name);
+}
+
+// Tensors without memory, or of zeros or ones on the host, with the metadata of those of a call and
+// the same storages in common.
 class StandIns {
  public:
-  explicit StandIns(c10::DeviceType type) : type_(type) {}
+  StandIns(c10::DeviceType type, bool ones) : type_(type), ones_(ones && type == c10::kCPU) {}
 
   at::Tensor operator()(const at::Tensor& tensor) {
     if (!is_ours(tensor)) {
@@ -160,10 +173,14 @@ class StandIns {
     c10::TensorImpl* impl = made.unsafeGetTensorImpl();
     impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
+    if (tensor.is_conj()) made._set_conj(true);
+    if (tensor.is_neg()) made._set_neg(true);
+    if (ones_) made.fill_(1);
     return made;
   }
 
   const c10::DeviceType type_;
+  const bool ones_;
   std::unordered_map<const c10::TensorImpl*, at::Tensor> made_;
   std::unordered_map<const c10::StorageImpl*, c10::Storage> storages_;
 };
@@ -172,6 +189,14 @@ Shape shape_of(const at::Tensor& tensor) {
   Shape shape;
   shape.defined = tensor.defined();
   if (!shape.defined) return shape;
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !tensor.is_nested(), "neuron: nested tensors are not supported on the device; use padding, or ",
+      "the host");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      tensor.layout() == c10::kStrided, "neuron: tensors of layout ", tensor.layout(),
+      " are not supported on the device; use a strided one, or the host");
+  shape.conj = tensor.is_conj();
+  shape.neg = tensor.is_neg();
   shape.dtype = tensor.scalar_type();
   shape.size = tensor.sizes().vec();
   shape.stride = tensor.strides().vec();
@@ -184,9 +209,10 @@ struct Quiet final : c10::WarningHandler {
 
 Result run_on(const Call& call, c10::DeviceType type) {
   c10::InferenceMode guard;
+  c10::AutoGradMode mode(call.grad);
   Quiet quiet; // what there is to warn of, the call itself warns of
   c10::WarningUtils::WarningHandlerGuard warnings(&quiet);
-  StandIns stand_ins(type);
+  StandIns stand_ins(type, wants_ones(call));
   torch::jit::Stack stack =
       with_tensors(call, [&](const at::Tensor& tensor, size_t) { return stand_ins(tensor); });
   const OperatorInfo& info = call.info;
@@ -223,7 +249,7 @@ Result run_on(const Call& call, c10::DeviceType type) {
 bool same(const Shape& a, const Shape& b) {
   if (a.defined != b.defined) return false;
   if (!a.defined) return true;
-  if (a.dtype != b.dtype || a.size != b.size) return false;
+  if (a.dtype != b.dtype || a.size != b.size || a.conj != b.conj || a.neg != b.neg) return false;
   for (size_t i = 0; i < a.size.size(); i++) // the stride of one element, or of none, is nothing
     if (a.size[i] == 0) return true;
   for (size_t i = 0; i < a.size.size(); i++)
@@ -245,7 +271,8 @@ bool same(const Result& a, const Result& b) {
 // -- what is known ------------------------------------------------------------------------------
 
 constexpr size_t kMostKnown = 1 << 15;
-constexpr int64_t kSmallEnough = 1 << 16; // elements of all tensors of a call that may be tried
+// Elements of all tensors of a call that may be tried: the first with its dtypes; each new shape.
+constexpr int64_t kSmallEnough = 1 << 16, kTiny = 1 << 12;
 
 struct Known {
   std::shared_mutex mutex;
@@ -258,19 +285,27 @@ Known& known() {
   return *made;
 }
 
-bool small(const Call& call) {
+int64_t elements_of(const Call& call) {
   int64_t elements = 0;
   call.for_each_tensor([&](const at::Tensor& tensor, size_t, int) {
+    if (is_ours(tensor)) Window checked(tensor); // what stands in has no more memory than it
     elements += static_cast<int64_t>(tensor.storage().nbytes() / tensor.itemsize());
   });
-  return elements <= kSmallEnough;
+  return elements;
+}
+
+// Operators that compare the values of arguments with the sizes of others: nothing to stand in for.
+bool compares_values(const Call& call) {
+  static const auto* names = new std::unordered_set<std::string>{
+      "aten::segment_reduce", "aten::_segment_reduce_backward"};
+  return names->count(call.info.handle.operator_name().name);
 }
 
 // What a CPU kernel says of dtypes that it lacks, as opposed to what it says of zeros.
 bool is_about_types(const std::string& words) {
   for (const char* part : {"not implemented for", "not supported", "expected", "Expected", "must",
-                           "dtype", "only supports", "does not support",
-                           "unsupported operation", "without overflow", "should be greater"})
+                           "dtype", "only supports", "does not support", "expects", "cannot",
+                           "can't be cast", "unsupported operation", "should be greater"})
     if (words.find(part) != std::string::npos) return true;
   return false;
 }
@@ -296,13 +331,15 @@ std::shared_ptr<const Result> ask(const Call& call) {
       refusal = std::current_exception();
     }
   }
-  if (trusted && !refusal && (tried || !small(call))) return meta;
+  const int64_t elements = elements_of(call);
+  if (trusted && !refusal && elements > (tried ? kTiny : kSmallEnough)) return meta;
   // The CPU on stand-ins. It also has better words for what meta refused.
   std::shared_ptr<const Result> cpu;
   try {
     cpu = std::make_shared<Result>(run_on(call, c10::kCPU));
   } catch (const c10::Error& error) {
-    if (refusal || is_about_types(error.what_without_backtrace())) throw;
+    const bool about_types = is_about_types(error.what_without_backtrace());
+    if (refusal || (about_types && !compares_values(call))) throw;
   } catch (...) {
     if (refusal) throw;
   }

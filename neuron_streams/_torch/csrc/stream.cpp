@@ -28,6 +28,7 @@ StreamState::~StreamState() {
 
 Ticket StreamState::submit(const CommandPtr& command) {
   check_fork();
+  stop_if_ending();
   const bool watched = C10_UNLIKELY(port->watch != nullptr);
   if (watched) watch_submission(*this, command, {}, {});
   std::vector<Ticket> after;
@@ -252,8 +253,10 @@ void Streams::clear() {
 
 const std::shared_ptr<Here>& here() {
   thread_local std::shared_ptr<Here> mine;
+  stop_if_ending();
   PortPtr now = port();
   if (!mine || mine->port != now) {
+    note_user();
     mine = std::make_shared<Here>();
     mine->streams.resize(static_cast<size_t>(now->devices));
     mine->port = std::move(now);

@@ -141,6 +141,7 @@ void synchronize_device(int device);
 
 // Gives autograd threads for the devices where it has counted none.
 void start_autograd_threads();
+void note_uncounted(); // autograd asked for the number of devices, and got none
 
 // Calls what watches submissions, before (without a ticket) and after.
 void watch_submission(StreamState&, const CommandPtr&, Ticket, const std::vector<Ticket>& after);

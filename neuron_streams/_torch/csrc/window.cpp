@@ -7,6 +7,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
@@ -169,6 +170,16 @@ at::Tensor empty(
   return made;
 }
 
+// Zeros without memory, as autograd makes them; what takes one gets zeros with memory.
+at::Tensor efficient_zeros(
+    c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
+    std::optional<c10::Device> device, std::optional<bool>) {
+  const c10::Device place(kDevice, static_cast<c10::DeviceIndex>(index_of(device)));
+  at::native::ZeroTensorAllocator allocator(place);
+  const c10::DispatchKeySet keys{c10::DispatchKey::PrivateUse1, c10::DispatchKey::ZeroTensor};
+  return at::detail::empty_generic(size, &allocator, keys, chosen(dtype), std::nullopt);
+}
+
 at::Tensor empty_with_strides(
     c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
     std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool> pin) {
@@ -238,6 +249,10 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
   return dense(self) && dense(from);
 }
 
+// Torch's encoder asks whether a padded batch could be a nested tensor, which the device does not
+// have: it then computes on the padded batch, and what it gives for padding is not zero.
+bool nested_from_mask_left_aligned(const at::Tensor&, const at::Tensor&) { return false; }
+
 // Nothing to note but a bad stream: pending commands keep the memory that they name.
 void record_stream(at::Tensor&, c10::Stream stream) { state_of(stream); }
 
@@ -245,6 +260,7 @@ void record_stream(at::Tensor&, c10::Stream stream) { state_of(stream); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", TORCH_FN(empty));
+  m.impl("_efficientzerotensor", TORCH_FN(efficient_zeros));
   m.impl("empty_strided", TORCH_FN(empty_with_strides));
   m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   m.impl("view", TORCH_FN(at::native::view));
@@ -259,6 +275,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_", TORCH_FN(set_nothing_));
   m.impl("is_set_to", TORCH_FN(is_set_to));
   m.impl("record_stream", TORCH_FN(record_stream));
+  m.impl("_nested_tensor_from_mask_left_aligned", TORCH_FN(nested_from_mask_left_aligned));
   m.impl("_has_compatible_shallow_copy_type", TORCH_FN(has_compatible_shallow_copy_type));
 }
 
