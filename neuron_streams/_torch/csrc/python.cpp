@@ -368,9 +368,9 @@ using LoadedPtr = std::shared_ptr<const Loaded>;
 
 LoadedPtr load(
     const std::string& name, PyObject* inputs, PyObject* outputs, std::vector<size_t> mutated,
-    uintptr_t program, PyObject* handle, bool draws) {
+    uintptr_t program, PyObject* handle, std::optional<bool> draws) {
   auto made = std::make_shared<Loaded>();
-  made->draws = draws;
+  made->draws = draws.value_or(false);
   made->name = intern(name);
   made->inputs = forms_of(inputs);
   made->outputs = forms_of(outputs);
