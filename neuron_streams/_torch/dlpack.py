@@ -7,6 +7,7 @@ name; the exchange below knows the device (kDLExtDev).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,13 +16,24 @@ from torch.utils.dlpack import DLDeviceType
 __all__ = ["register"]
 
 
-def register() -> None:
-    """Have a device tensor say where it is. Host: returns at once."""
+def register(reaches_memory: Callable[[], bool]) -> None:
+    """Have a device tensor say where it is, or that no address of it can be given away.
+
+    Args:
+        reaches_memory: whether the host does, directly, and so another library of this process.
+
+    Host: returns at once.
+    """
     asked = torch.Tensor.__dlpack_device__
 
     @functools.wraps(asked)
     def __dlpack_device__(self: torch.Tensor) -> Any:  # noqa: N807
         if self.device.type == "neuron":
+            if not reaches_memory():
+                raise BufferError(
+                    "DLPack hands out addresses, and the memory of a Neuron core has none on the "
+                    "host; copy the tensor there first, by .cpu()"
+                )
             return (DLDeviceType.kDLExtDev, self.device.index)
         return asked(self)
 

@@ -193,6 +193,21 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   return target;
 }
 
+} // namespace
+
+at::Tensor cloned(const at::Tensor& self, std::optional<c10::MemoryFormat> format) {
+  const bool preserve = format.value_or(c10::MemoryFormat::Preserve) == c10::MemoryFormat::Preserve;
+  const bool same = preserve && self.is_non_overlapping_and_dense();
+  const StreamPtr stream = current_stream(self.device().index());
+  at::Tensor made = empty_strided(
+      stream->port, stream->device, self.sizes(), same ? self.strides() : contiguous(self.sizes()),
+      self.scalar_type());
+  if (!preserve) made.unsafeGetTensorImpl()->empty_tensor_restride(*format);
+  return copy_from(self, made, false);
+}
+
+namespace {
+
 at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target) {
   if (source.sizes() != target.sizes()) target.resize_(source.sizes());
   return copy_from(source, target, false);

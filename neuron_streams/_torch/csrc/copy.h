@@ -29,6 +29,9 @@ struct Copy final : Command {
   bool plain = false;
 };
 
+// A tensor with memory of its own and the same contents, by a copy and no operator.
+at::Tensor cloned(const at::Tensor&, std::optional<c10::MemoryFormat>);
+
 // Waits for a command, and throws what made it fail.
 void finish(const StreamPtr&, Ticket);
 

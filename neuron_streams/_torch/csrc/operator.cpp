@@ -4,6 +4,7 @@
 // just where the CPU takes it apart, and the results are the CPU's to the last bit. A worker runs
 // the CPU's kernel on the memory of the device, without the GIL.
 #include "operator.h"
+#include "copy.h"
 #include "random.h"
 #include "staging.h"
 #include "stream.h"
@@ -496,6 +497,13 @@ void enqueue(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   const Call call(info, stack);
   const StreamPtr stream = current_stream(call.device);
   if (C10_UNLIKELY(!stream->port->reaches_memory)) {
+    if (info.handle.operator_name().name == "aten::clone") { // a copy like others
+      const c10::IValue& format = call.values[1];
+      std::optional<c10::MemoryFormat> wanted;
+      if (!format.isNone()) wanted = format.toMemoryFormat();
+      stack->emplace_back(cloned(call.values[0].toTensor(), wanted));
+      return;
+    }
     check_host_operators(stream, info.name);
     run_now(call, stack);
     return;

@@ -720,7 +720,10 @@ def test_it_fails_without_its_guard(
     breaks_it(monkeypatch.setattr)
     runtime = make(**kwargs)
     runtime.forgiven = True
-    with pytest.raises((AssertionError, TimeoutError, ValueError)):  # noqa: PT012
-        scenario(runtime)
+    try:
+        with pytest.raises((AssertionError, TimeoutError, ValueError)):  # noqa: PT012
+            scenario(runtime)
+            runtime.close(0.2)
+            assert runtime.double.violations() == []
+    finally:
         runtime.close(0.2)
-        assert runtime.double.violations() == []

@@ -41,6 +41,25 @@ def test_views_are_windows_on_one_tensor(device):
     assert device.double.count("allocated") == 1
 
 
+def test_a_clone_is_a_copy(device):
+    x = torch.arange(24.0).reshape(4, 6).to("neuron")
+    for view in (x, x.t(), x[1:3], x[:, 2], x[:0], x[1, 1]):
+        made = view.clone()
+        assert made.cpu().equal(view.cpu())
+        assert made.stride() == torch.empty_like(view, device="meta").stride()
+    wide = torch.arange(16.0).reshape(1, 2, 2, 4).to("neuron")
+    last = wide.clone(memory_format=torch.channels_last)
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    assert last.cpu().equal(wide.cpu())
+    assert x.t().contiguous().cpu().equal(x.cpu().t())
+
+
+def test_no_address_of_it_is_given_away(device):
+    x = torch.arange(3.0).to("neuron")
+    with pytest.raises(BufferError, match="^DLPack hands out addresses, and the memory of a"):
+        torch.from_dlpack(x)
+
+
 def test_a_storage_that_grows_keeps_what_it_has(device):
     x = torch.arange(4.0).to("neuron")
     x.resize_(8)
@@ -72,7 +91,7 @@ def test_memory_in_use_by_another_stream_is_not_given_away(device):
         assert core().buffer_of(fresh).peer.block.tensor != place
     side.synchronize()
     assert out.tolist() == [0.0, 1.0, 2.0, 3.0]
-    device._drop()
+    device.drain()  # the thread that woke this one may still hold the command
     again = torch.empty(4, device="neuron")
     assert core().buffer_of(again).peer.block.tensor == place, "and then it is used again"
 
@@ -179,7 +198,7 @@ def test_what_is_cached_is_reserved_and_can_be_given_back(device):
     assert torch.accelerator.memory_stats()["reserved_bytes.all.current"] == 4096
     del x
     neuron_streams.synchronize()
-    device._drop()
+    device.drain()
     assert (neuron_streams.memory_allocated(), neuron_streams.memory_reserved()) == (0, 4096)
     free, total = neuron_streams.mem_get_info()
     assert total - free == 4096
