@@ -2,7 +2,8 @@
 
 First a toy with a set device time: the gain over the synchronous loop at each device time and
 length of response, since the gain should fall as device time grows and the async share rise with
-the length. Then SmolLM2-135M, once with requests that all start and end together, once with
+the length; then what windows hide of a slow host, and what arrivals cost (`arrivals`). Then
+SmolLM2-135M, once with requests that all start and end together, once with
 requests that come and go, where `materialize` has to fall back. Every figure is the median of its
 rounds, in each of which all take their turn; device idle is the time between two executions by the
 runtime's own timestamps.
@@ -25,6 +26,7 @@ import torch
 from tqdm import tqdm
 
 import neuron_streams
+from benchmarks import arrivals
 from benchmarks.loads import MODES, Load, Measured, continuous_batching, drive
 from benchmarks.overlap import alone as queued
 from benchmarks.overlap import compute_intervals, smollm2_model, transformers_generate
@@ -70,7 +72,7 @@ def median_of(runs: Sequence[Measured], what: Callable[[Measured], float]) -> fl
     return statistics.median(map(what, runs))
 
 
-# The seed's two claims, on the toy
+# The two claims of docs/async-decode.md, "Where it helps", on the toy
 
 
 def sweep(plan: Plan, found: Found) -> Iterator[Row]:
@@ -237,8 +239,10 @@ def run(*, quick: bool = False, plot: str | None = None) -> list[Row]:
     if plot is not None:
         from benchmarks.pictures import save  # before anything is measured
     plan, found = QUICK if quick else Plan(), Found()
+    with_model = os.environ.get("NEURON_STREAMS_BENCHMARK_MODEL", "1") != "0"
     rows = list(sweep(plan, found))
-    if os.environ.get("NEURON_STREAMS_BENCHMARK_MODEL", "1") != "0":
+    rows += arrivals.run(plan.rounds, with_model=with_model)
+    if with_model:
         batches = os.environ.get("NEURON_STREAMS_BENCHMARK_BATCHES")
         for batch in map(int, batches.split(",")) if batches else plan.batches:
             rows += language_model(batch, plan, found)

@@ -84,7 +84,7 @@ def drive(model: Any, load: Load, **options: Any) -> Measured:
 
 
 @contextmanager
-def continuous_batching(folder: Path, batch: int) -> Iterator[Callable[[Load], Measured]]:
+def transformers_manager(folder: Path, batch: int) -> Iterator[Any]:
     """What transformers' `generate_batch` runs on, kept warm, since that would start it each time.
 
     Blocks are not shared, since all prompts are the same and ours are computed each time.
@@ -103,6 +103,13 @@ def continuous_batching(folder: Path, batch: int) -> Iterator[Callable[[Load], M
     with model.continuous_batching_context_manager(
         config, continuous_batching_config=blocks
     ) as manager:
+        yield manager
+
+
+@contextmanager
+def continuous_batching(folder: Path, batch: int) -> Iterator[Callable[[Load], Measured]]:
+    """Runs a load on `transformers_manager`."""
+    with transformers_manager(folder, batch) as manager:
 
         def run(load: Load) -> Measured:
             start = time.perf_counter()

@@ -187,9 +187,9 @@ def smollm2_model(folder: Path, batch: int) -> Llama:
     model = load(
         folder,
         max_length=512,
-        num_slots=batch + 1,
+        num_slots=batch + 4,
         batch_buckets=(batch,),
-        prompt_buckets=(64,),
+        prompt_buckets=(64, 512),
     )
     model.warm_up()
     return model

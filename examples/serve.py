@@ -21,12 +21,13 @@ from examples.serving.app import make_app
 from examples.serving.door import Door
 from examples.serving.server import make_server
 from examples.serving.tokens import Tokenizer
+from models.llama import Llama
 from models.loader import folder_of, load
 from models.smollm2 import smollm2
 from models.tokenizer import Tokenizer as ModelTokenizer
 from neuron_streams.decode import DecodeEngine, DecodeLoop, SamplingParams
 
-BUCKETS = (64, 256)  # of prompts; longer ones are taken in chunks
+BUCKETS = (32, 256)  # tokens of a step with prompts: while others decode, and while none does
 
 
 _KINDS: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0}, {"logprobs": 0})
@@ -41,6 +42,20 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-length", type=int, default=1024, help="tokens, prompt and answer")
     parser.add_argument("--batch", type=int, default=8, help="sequences that run at a time")
+    parser.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        default=40,
+        help="tokens of a step while any sequence decodes: fewer for shorter gaps between tokens,"
+        " more for an earlier first token",
+    )
+    parser.add_argument(
+        "--steps-per-launch",
+        type=int,
+        choices=(1, *Llama.window_sizes),
+        default=1,
+        help="decode steps of a launch: more where the host is slower than the device",
+    )
     parser.add_argument("--max-sequences", type=int, default=256, help="running and waiting")
     parser.add_argument(
         "--lazy", action="store_true", help="compile at first use, not at the start"
@@ -57,17 +72,24 @@ def load_loop(options: argparse.Namespace) -> tuple[DecodeLoop, Tokenizer, str]:
     model = load(
         folder,
         max_length=options.max_length,
-        num_slots=options.batch + 1,
+        num_slots=options.batch + 4,  # some for those whose last tokens are in flight
         batch_buckets=(options.batch,),
         prompt_buckets=BUCKETS,
     )
-    return DecodeLoop(model, policy="gather", tokenizer=tokenizer), tokenizer, folder.name
+    loop = DecodeLoop(
+        model,
+        policy="gather",
+        tokenizer=tokenizer,
+        max_num_batched_tokens=max(options.max_num_batched_tokens, options.batch),
+        steps_per_launch=options.steps_per_launch,
+    )
+    return loop, tokenizer, folder.name
 
 
 def serve(loop: DecodeLoop, tokenizer: Tokenizer, name: str, options: argparse.Namespace) -> None:
     with DecodeEngine(loop) as engine:
         if not options.lazy:
-            warm_up(engine, options.max_length)
+            warm_up(engine, options.max_length, options.steps_per_launch)
         door = Door(engine, tokenizer, name, options.max_sequences)
         server = make_server(
             make_app(door),
@@ -80,12 +102,16 @@ def serve(loop: DecodeLoop, tokenizer: Tokenizer, name: str, options: argparse.N
         server.run()
 
 
-def warm_up(engine: DecodeEngine, max_length: int) -> None:
-    """Have requests compile all that requests need, while nobody waits behind them."""
-    for length in (1, BUCKETS[-1], BUCKETS[-1] + 1, 2 * BUCKETS[-1]):
+def warm_up(engine: DecodeEngine, max_length: int, steps_per_launch: int = 1) -> None:
+    """Have requests compile all that requests need, while nobody waits behind them.
+
+    Twice as many tokens as the largest window take one window of each size, and a single step.
+    """
+    most = 2 * steps_per_launch
+    for length in (1, *BUCKETS):
         for options in _KINDS:
-            if length + 2 <= max_length:
-                params = SamplingParams(max_tokens=2, ignore_eos=True, **options)
+            if length + most <= max_length:
+                params = SamplingParams(max_tokens=most, ignore_eos=True, **options)
                 engine.add_request("warm-up", [0] * length, params).result()
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import neuron_streams
 from models.llama import Compile
-from neuron_streams.decode import SamplingTensors
+from neuron_streams.decode import SamplingTensors, Window, WindowOutput
 
 __all__ = ["BusyModel", "spin"]
 
@@ -52,8 +52,26 @@ class BusyStep(nn.Module):
         return tokens
 
 
+class BusyWindow(nn.Module):
+    """Several busy steps, each on the tokens of the one before. No row stops."""
+
+    def __init__(self, layers: int, num_steps: int) -> None:
+        super().__init__()
+        self.num_steps = num_steps
+        self.step = BusyStep(layers)
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, slots: Tensor, weight: Tensor, last_sampled: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        found = []
+        for step in range(self.num_steps):
+            ids = self.step(ids, positions + step, slots, weight, last_sampled)
+            found.append(ids)
+        return torch.stack(found), ids + 0
+
+
 class BusyModel:
-    """A `GatherModel` on the current Neuron device.
+    """A `GatherModel` and a `WindowModel` on the current Neuron device.
 
     Args:
         device_ms: How long a step takes there, about: it is measured when the model is made.
@@ -65,6 +83,7 @@ class BusyModel:
     batch_buckets, prompt_buckets = (4,), (8,)
     eos_token_ids: frozenset[int] = frozenset()
     on_device_sampling = True
+    window_sizes = (8,)
 
     def __init__(
         self,
@@ -86,13 +105,16 @@ class BusyModel:
         self._weight, self._last_sampled = weight.to(self.device), table.to(self.device)
         self._compile: Any = neuron_streams.compile if compile is None else compile
         trial = self._step_of(TRIAL_LAYERS)
-        self._step = self._step_of(max(1, round(device_ms / self._layer_ms(trial))))
+        self._layers = max(1, round(device_ms / self._layer_ms(trial)))
+        self._step = self._step_of(self._layers)
+        self._windows: dict[int, Any] = {}
 
-    def _step_of(self, layers: int) -> Any:
+    def _step_of(self, layers: int, num_steps: int = 1) -> Any:
         names = ("ids", "positions", "slots", "weight", "last_sampled")
         examples = dict(zip(names, self._examples, strict=True))
-        name = f"busy step of {layers} layers"
-        return self._compile(BusyStep(layers), examples, mutates=names[-1:], name=name)
+        module = BusyStep(layers) if num_steps == 1 else BusyWindow(layers, num_steps)
+        name = f"busy step of {layers} layers" + ("" if num_steps == 1 else f", {num_steps} times")
+        return self._compile(module, examples, mutates=names[-1:], name=name)
 
     def _layer_ms(self, trial: Any) -> float:
         """The least time that one layer took, of runs that were queued behind one another."""
@@ -124,6 +146,21 @@ class BusyModel:
         return self.step(input_ids, positions, slots)
 
     decode_gather = decode
+
+    def decode_window(
+        self, input_ids: Tensor, positions: Tensor, slots: Tensor, window: Window
+    ) -> WindowOutput:
+        """Of rows that end at no token, and at no limit of their own."""
+        spin(self.host_ms / 1e3)
+        steps = window.num_steps
+        if steps not in self._windows:
+            self._windows[steps] = self._step_of(self._layers, steps)
+        run = self._windows[steps]
+        return WindowOutput(*run(input_ids, positions, slots, self._weight, self._last_sampled))
+
+    def warm_up(self, num_steps: int) -> None:
+        """Compile windows of so many steps ahead of use. Host: blocks."""
+        self._windows[num_steps] = self._step_of(self._layers, num_steps)
 
     def remap(self, future: Tensor, index: Tensor) -> Tensor:
         """Refused: its rows never change their order."""

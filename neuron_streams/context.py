@@ -60,6 +60,7 @@ class Context:
         self.runtime = runtime
         self.port = port
         self.count: int = port.device_count()
+        self.kept: list[Any] = []  # objects of the default streams, which live as long
         self.blocking = _switched_on("NEURON_LAUNCH_BLOCKING")
         self.tracing = _switched_on("NEURON_STREAMS_TRACE_SUBMISSIONS")
         self.logging = log.isEnabledFor(logging.DEBUG)

@@ -39,7 +39,8 @@ def compile(  # noqa: A001  (torch spells it so)
 
     Weights are not copied: all executables of a model share its parameters, which must not change
     afterwards. What was compiled is kept on disk by content. A layer that a model repeats is
-    compiled once.
+    compiled once. A function that draws random numbers draws those of the device, which
+    `manual_seed` begins; it runs as a graph, by Python.
 
     Args:
         function: returns a tensor, or a tuple or dict of tensors.
@@ -152,7 +153,8 @@ class Executable:
             for specs in (self.inputs, self.outputs)
         )
         program = getattr(handle, "address", None) or 0
-        made = core().Loaded(self._name, inputs, outputs, self._mutated, program, handle)
+        draws = bool(getattr(handle, "draws", False))
+        made = core().Loaded(self._name, inputs, outputs, self._mutated, program, handle, draws)
         self._loaded[device] = (found.runtime, made.call)
         return made.call
 

@@ -274,7 +274,14 @@ def current_stream(device: DeviceLike = None) -> NeuronStream:
 
 def _wrapped(found: Any) -> NeuronStream:
     """A stream object, or one over a state that has none yet."""
-    return found if isinstance(found, NeuronStream) else NeuronStream._of(found, found.id)
+    if type(found) is NeuronStream:  # what isinstance asks of torch.Stream's metaclass takes longer
+        return found
+    if isinstance(found, NeuronStream):
+        return found
+    made = NeuronStream._of(found, found.id)
+    if found.id == 0:  # a default stream: always asked for again
+        context().kept.append(made)
+    return made
 
 
 def set_stream(stream: torch.Stream | None) -> None:

@@ -1,8 +1,8 @@
 """Every name of torch.cuda's stream, event, device, memory and graph surface, and its class.
 
 Each row has a class: *match* (the same), *modified* (how), *mismatch* (why), *absent* (what to use
-instead; calling it raises that sentence) or *added*. The README table and the errors of absent
-names are made from these rows; a test fails on a name of torch.cuda that has none.
+instead; calling it raises that sentence) or *added*. The table of docs/surface.md and the errors of
+absent names are made from these rows; a test fails on a name of torch.cuda that has none.
 """
 
 from __future__ import annotations
@@ -144,11 +144,11 @@ class Absent:
 
 
 def markdown(space: str | None = None) -> str:
-    """The table as the README shows it; of one namespace, or of all with a heading each."""
+    """The table of docs/surface.md: of one namespace, or of all with a heading each."""
     if space is not None:
         lines = ["| name | class | how, why, or what instead |", "|---|---|---|"]
         for row in rows(space):
             name = f"`{row.name}{row.signature}`".replace("|", "\\|")
             lines.append(f"| {name} | *{row.kind}* | {row.note} |")
         return "\n".join(lines)
-    return "\n\n".join(f"### {name}\n\n{markdown(name)}" for name in SPACES)
+    return "\n\n".join(f"## {name}\n\n{markdown(name)}" for name in SPACES)

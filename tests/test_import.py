@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 CHECK = """
 import sys, threading, os, torch
@@ -31,3 +34,37 @@ def test_import_names_the_device_and_first_use_does_everything():
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+
+
+REPLACED = """
+import json, sys, torch, torch.distributed
+
+def look():
+    spaces = {n: vars(m) for n, m in sys.modules.items() if n.split(".")[0] == "torch"}
+    for owner in (torch.Tensor, torch.UntypedStorage, torch.nn.Module):
+        spaces[owner.__qualname__] = vars(owner)
+    return {
+        (space, name): value
+        for space, names in spaces.items()
+        for name, value in list(names.items())
+        if callable(value)
+    }
+
+before = look()
+import neuron_streams
+after = look()
+print(json.dumps(sorted({key[1] for key in before if after.get(key) is not before[key]})))
+"""
+
+
+def test_the_readme_names_the_functions_of_torch_that_importing_replaces():
+    done = subprocess.run([sys.executable, "-c", REPLACED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    replaced = json.loads(done.stdout)
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (bullet,) = (part for part in readme.split("\n- ") if part.startswith("The import wraps"))
+    named = {
+        name.rpartition(".")[2] for name in re.findall(r"`(?:torch\.|Tensor\.)([\w.]+)`", bullet)
+    }
+    assert set(replaced) <= named
+    assert {1: "one", 2: "two", 3: "three"}[len(replaced)] in bullet

@@ -176,9 +176,9 @@ def test_the_table_shows_every_row():
     assert surface.markdown("torch.neuron").count("\n") == len(surface.SPACES["torch.neuron"]) + 1
 
 
-def test_the_readme_shows_the_table():
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    shown = readme.split("<!-- surface -->")[1].split("<!-- /surface -->")[0]
+def test_the_document_shows_the_table():
+    document = (Path(__file__).parents[1] / "docs/surface.md").read_text()
+    shown = document.split("<!-- surface -->")[1].split("<!-- /surface -->")[0]
     assert shown.strip() == surface.markdown().strip(), "put `neuron-streams surface` there again"
 
 

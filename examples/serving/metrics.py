@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from neuron_streams.decode import DecodeEngine, DecodeStats, RecentLatencies, RequestMetrics
+from neuron_streams.decode.stats import COUNTERS, GAUGES
 
 __all__ = ["Metrics"]
 
@@ -104,23 +105,12 @@ class _StatsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats
-        for name, help_line in _STATS.items():
-            family = CounterMetricFamily(f"{_PREFIX}_{name}", help_line)
-            family.add_metric([], getattr(stats, name))
-            yield family
+        for kind, figures in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
+            for name, help_line in figures.items():
+                family = kind(f"{_PREFIX}_{name}", help_line)
+                family.add_metric([], getattr(stats, name))
+                yield family
         yield _by_reason(stats)
-
-
-_STATS = {
-    "prefill_steps": "Prefill steps launched.",
-    "decode_steps": "Decode steps launched.",
-    "async_steps": "Steps launched with the tokens of the step before still on the device.",
-    "generated_tokens": "Tokens handed out.",
-    "extra_tokens_dropped": "Tokens computed for a sequence that had ended.",
-    "preemptions": "Slots taken from a sequence that still needs one.",
-    "host_time": "Seconds of the driving thread at work.",
-    "wait_time": "Seconds of the driving thread waiting for the device.",
-}
 
 
 def _by_reason(stats: DecodeStats) -> CounterMetricFamily:

@@ -22,6 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from neuron_streams._compiler import saved
+from neuron_streams._compiler.draws import DRAWS
 from neuron_streams._compiler.saved import need
 from neuron_streams._compiler.signature import Signature, spec_of
 from neuron_streams._runtime import cache, toolchain
@@ -288,6 +289,11 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _export(graph: torch.nn.Module, signature: Signature) -> bytes:
+    if getattr(graph, "meta", {}).get(DRAWS):
+        raise NotImplementedError(
+            f"{signature.name} draws random numbers, so it cannot be saved: torch.export has no "
+            "generators. Compile it where it runs."
+        )
     examples = tuple(torch.zeros(s.shape, dtype=s.dtype, device="cpu") for s in signature.inputs)
     file = io.BytesIO()
     with torch.no_grad(), warnings.catch_warnings():

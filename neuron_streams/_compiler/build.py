@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,11 +11,11 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from neuron_streams._compiler import library, neuron
+from neuron_streams._compiler import draws, library, neuron
 from neuron_streams._compiler.plan import Plan, plan
 from neuron_streams._compiler.signature import Signature, input_names, output_names, spec_of
 from neuron_streams._compiler.trace import Trace, trace
-from neuron_streams._runtime import chain, process, toolchain
+from neuron_streams._runtime import process
 from neuron_streams._runtime.port import Payload
 
 __all__ = ["build"]
@@ -47,7 +46,8 @@ def build(
         mutated = tuple(names[number] for number in planned.mutated)
         _check_mutates(name, mutates, mutated)
         results = output_names(planned.structure)
-        payload = _compiled(name, planned) if chosen == "cpu" else None
+        random = draws.draws(segment.graph for segment in planned.segments)
+        payload = _compiled(name, planned) if chosen == "cpu" and not random else None
         if chosen in neuron.TARGETS:
             made = function, examples, sorted(planned.mutated), len(results), chosen
             payload = neuron.build(name, *made)
@@ -96,15 +96,7 @@ def _choose(name: str, target: str | None) -> str:
             f"{name}: target={target!r} is none of 'cpu', 'exported', 'neuron', "
             f"{', '.join(map(repr, neuron.TARGETS))}."
         )
-    missing = toolchain.cxx_compiler() is None or not chain.supported()
-    if missing and target is None:
-        _say_once()
-    if missing and target == "cpu":
-        raise RuntimeError(
-            f"{name}: target='cpu' needs a C++ compiler, and none was found. Install g++, set CXX, "
-            "or use target='exported'."
-        )
-    return target or ("exported" if missing else "cpu")
+    return target or "cpu"
 
 
 def _by_name(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
@@ -127,14 +119,6 @@ def _check_mutates(name: str, declared: tuple[str, ...], found: tuple[str, ...])
         )
 
 
-@functools.cache
-def _say_once() -> None:
-    log.info(
-        "There is no C++ compiler, so executables run as exported graphs: the same results, "
-        "slower and holding the GIL. Install g++ or set CXX."
-    )
-
-
 def _graph(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The function as a graph module of aten operators; its weights are shared buffers."""
     traced: Trace = trace(function, examples, FakeTensorMode(allow_non_fake_inputs=True))
@@ -147,4 +131,9 @@ def _graph(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> fx
         held.meta = dict(node.meta)
         node.replace_all_uses_with(held)
         graph.erase_node(node)
-    return fx.GraphModule(root, graph)
+    random = draws.draws([graph])
+    if random:
+        draws.give_generator(graph)
+    module = fx.GraphModule(root, graph)
+    module.meta[draws.DRAWS] = random
+    return module

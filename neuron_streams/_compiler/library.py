@@ -333,7 +333,10 @@ def _link(source: _Source, objects: Sequence[Path], target: Path) -> None:
 def _cxx() -> tuple[str, ...]:
     command = toolchain.cxx_compiler()
     if command is None:
-        raise RuntimeError("there is no C++ compiler. Set CXX, or use target='exported'.")
+        raise RuntimeError(
+            "there is no C++ compiler, and the cache has not what is to be compiled. Install g++, "
+            "set CXX, or set NEURON_STREAMS_CACHE to a folder that was filled elsewhere."
+        )
     return command
 
 

@@ -21,16 +21,10 @@ import torch
 from . import extension
 from .program import Layout, Library, Program, Run, words
 
-__all__ = ["ProgramHandle", "supported"]
+__all__ = ["ProgramHandle"]
 
 _TO_HANDLES = "unsafe_alloc_void_ptrs_from_tensors"
 _TO_TENSORS = "alloc_tensors_by_stealing_from_void_ptrs"
-
-
-def supported() -> bool:
-    """Whether this torch can turn tensors into handles of its C ABI and back."""
-    private = getattr(torch._C, "_aoti", None)
-    return hasattr(private, _TO_HANDLES) and hasattr(private, _TO_TENSORS)
 
 
 class ProgramHandle:

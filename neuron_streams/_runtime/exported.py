@@ -1,6 +1,7 @@
-"""The graph of a torch.export program as an executable: the same results where no C++ compiler is.
+"""A graph of aten operators as an executable: for what a compiled library cannot do.
 
-The GIL is taken for every operator, so the host and the device do not overlap well here.
+That is what AOTInductor has no C for, and what draws random numbers. The GIL is taken for every
+operator, so the host and the device do not overlap well here.
 """
 
 from __future__ import annotations
@@ -19,12 +20,21 @@ class ExportedHandle:
 
     def __init__(self, name: str, graph: Callable[..., Any]) -> None:
         self.name = name
+        self.draws: bool = getattr(graph, "meta", {}).get("draws", False)
         self._run = graph
 
-    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run to the end and return fresh, contiguous outputs."""
+    def run(
+        self, inputs: Sequence[torch.Tensor], numbers: torch.Generator | None = None
+    ) -> list[torch.Tensor]:
+        """Run to the end and return fresh, contiguous outputs.
+
+        Args:
+            inputs: on the host.
+            numbers: for the operators that draw, where there are any.
+        """
+        drawn = (numbers,) if self.draws else ()
         with torch.inference_mode():
-            outputs = pytree.tree_leaves(self._run(*inputs))
+            outputs = pytree.tree_leaves(self._run(*inputs, *drawn))
             taken = {tensor.untyped_storage()._cdata for tensor in inputs}
             return [_own(output, taken) for output in outputs]
 

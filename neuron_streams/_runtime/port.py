@@ -207,7 +207,8 @@ class Payload:
 class Handle(Protocol):
     """A payload loaded on one device. `address` is that of a program for the chain runner.
 
-    Where it has none, or None, CPU runtimes call `run`.
+    Where it has none, or None, CPU runtimes call `run`; where it has a true `draws`, they give it a
+    generator of the host as well.
     """
 
     name: str

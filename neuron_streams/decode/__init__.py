@@ -28,6 +28,7 @@ the parts are public for those who build a loop of their own.
     request_stream.py  one request's outputs, to iterate over
     model.py      what a model must offer
     stats.py      what is counted
+    device_times.py  when the device ran the newest steps
     trace.py      what each step did and when
     metrics.py    how long requests took
 """

@@ -179,9 +179,8 @@ class InputBatch:
         ]
         ids += [[] for _ in range(num_rows - len(ids))]
         stops = [row + [NO_TOKEN] * (MAX_STOP_IDS - len(row)) for row in ids]
-        of_rows = [0 if state.ended else n for state, n in zip(self.states, limits, strict=True)]
-        padding = [0] * (num_rows - len(of_rows))
-        return Window(_int32(of_rows + padding), _int32(stops), num_steps)
+        padding = [0] * (num_rows - len(limits))
+        return Window(_int32([*limits, *padding]), _int32(stops), num_steps)
 
     def prefill_input(self, lengths: Sequence[int], width: int) -> ModelInput:
         """`input_ids` int32 [n, width], padded with 0, from where each request stands."""

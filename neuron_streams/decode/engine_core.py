@@ -73,11 +73,17 @@ class EngineCore:
     # Calls of any thread
 
     def start(self) -> None:
-        """Have a daemon thread drive, until `stop` or the interpreter's end."""
+        """Have a daemon thread drive, until `stop` or the interpreter's end.
+
+        Raises:
+            RuntimeError: The system has no thread to give; the loop can still be used.
+        """
         self.driver = threading.Thread(
             target=self.run, name="neuron-streams-decode-engine", daemon=True
         )
         try:
+            if self.loop.runner.use_async_scheduling:
+                self.loop.output_handler.start()  # in a step it would fail what has been admitted
             self.driver.start()
             _driven.add(self)
         except BaseException:

@@ -1,8 +1,10 @@
-"""The policy that goes beyond the seed: a step stays asynchronous when the batch changes.
+"""The policy under which a step stays asynchronous when the batch changes.
 
 Each row of a decode step is gathered on the device from the last token sampled for its slot,
 whichever step that was, or comes from the host where the host knows it. Join, finish and reorder
 are then other indices and no more: nothing is read back on the critical path.
+
+Source: docs/async-decode.md, "The gather policy".
 """
 
 from __future__ import annotations

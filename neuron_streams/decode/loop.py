@@ -1,7 +1,7 @@
 """The decode loop: schedules ahead, launches, and hands tokens out as each step's are read.
 
-Source: the seed, "Async Scheduling and Async Execution"; `step_with_batch_queue` is its engine core
-and `ModelRunner` its worker, here on one thread.
+Source: docs/async-decode.md, "Overview". vLLM's engine core is `step_with_batch_queue`, its worker
+`ModelRunner`; here one thread drives both.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DecodeLoop:
         model: What to run; see `Model`.
         streams: The stream namespace: None is `neuron_streams`; `torch.cuda` runs the same loop
             on a GPU.
-        policy: `"materialize"`, as the seed: pending tokens are read when the batch changes.
+        policy: `"materialize"`: pending tokens are read when the batch changes.
             `"gather"`: they are not, the device takes each row's last token from a table of its
             own; for a model that has `decode_gather`. In asynchronous mode.
         depth: Steps scheduled before the oldest is waited for, in asynchronous mode. The batches
@@ -163,6 +163,8 @@ class DecodeLoop:
             arrived_at=arrived_at,
         )
         with self._life.changing("admitting a request"):
+            if not (self.scheduler.has_work or self.batch_queue):
+                self.stats.device_times.rest()
             self.scheduler.admit(request)
 
     def abort_request(self, request_id: str) -> bool:

@@ -5,7 +5,7 @@ compute stream, the copy goes there without blocking, and an event marks its end
 the tokens, the output thread or the loop's own thread when it breaks the async flow, waits for
 that event; the first one turns the copy into a value and every other gets the same.
 
-Source: the seed, "Async Flow (Steady-State)" and "get_output() Call Patterns Across TP Ranks".
+Source: docs/async-decode.md, "The asynchronous step" and "Tensor-parallel ranks".
 """
 
 from __future__ import annotations

@@ -7,12 +7,13 @@ input, launch, keep the sampled tokens as a future, snapshot the ids, refill the
 Only the thread that calls `execute_model` writes the batch state. The output thread reads tokens
 and caches them; their write-back waits for the next guard, in launch order.
 
-Source: the seed, "Step-by-Step Flow" and "How Do We Break the Async Flow Safely?".
+Source: docs/async-decode.md, "The asynchronous step", "The guard" and "The swap decision".
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import cast
 
@@ -29,7 +30,7 @@ from neuron_streams.decode.model import (
     WindowModel,
     WindowOutput,
 )
-from neuron_streams.decode.output import AsyncModelRunnerOutput, Streams
+from neuron_streams.decode.output import AsyncModelRunnerOutput, EventLike, Streams
 from neuron_streams.decode.pending import AsyncExecutionBuffer, PendingOutputs
 from neuron_streams.decode.request import RequestKey
 from neuron_streams.decode.sampled import ModelRunnerOutput
@@ -265,15 +266,27 @@ class ModelRunner:
             return self.model.remap(future, index), True
 
     def _execute_model_forward(self, model_input: ModelInput) -> Sampled | Exception:
+        start = self._mark()
         if self.trace is not None:
-            self.trace.launching()
+            self.trace.launching(start)
+        called_at = time.perf_counter()
         sampled = self._call_model(model_input)
+        waited = time.perf_counter() - called_at if start.query() else 0.0
+        end = self._mark()
+        self.stats.device_times.add(start, end, waited)
         if self.trace is not None:
-            self.trace.launched()
+            self.trace.launched(end)
         if self.use_async_scheduling:
             return sampled
         with self.stats.waiting():
             return self._read_now(sampled)
+
+    @part_of_the_step()
+    def _mark(self) -> EventLike:
+        """An event with the time at which the compute stream gets here."""
+        event: EventLike = self.streams.Event(enable_timing=True)
+        event.record(self.compute_stream)
+        return event
 
     @part_of_the_step()
     def _call_model(self, model_input: ModelInput) -> Sampled:

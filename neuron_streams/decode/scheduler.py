@@ -5,7 +5,7 @@ scheduled, and come back when its output does. Every limit is tested on generate
 so a request whose last token is in flight leaves the schedule, and its row to another, one step
 before it is reported finished, and no step past `max_tokens` is launched.
 
-Source: the seed, "Normal Flow" and "What Does Breaking the Async Flow Mean?"; the names are vLLM's.
+Source: docs/async-decode.md, "The synchronous step" and "Breaking the flow"; the names are vLLM's.
 """
 
 from __future__ import annotations

@@ -32,13 +32,41 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from neuron_streams.decode.device_times import DeviceTimes
 from neuron_streams.decode.metrics import RecentLatencies, RequestMetrics
 
 if TYPE_CHECKING:
     from neuron_streams.decode.request import Request
     from neuron_streams.decode.schedule import SchedulerOutput
 
-__all__ = ["DecodeStats"]
+__all__ = ["COUNTERS", "GAUGES", "DecodeStats"]
+
+COUNTERS = {
+    "prefill_steps": "Steps launched that compute tokens of prompts.",
+    "mixed_steps": "Of those, steps that carry running requests along.",
+    "decode_steps": "Launches that decode alone.",
+    "decode_windows": "Of those, launches of several decode steps.",
+    "async_steps": "Steps launched with the tokens of the step before still on the device.",
+    "scheduled_requests": "Requests, summed over the steps.",
+    "scheduled_tokens": "Tokens computed.",
+    "scheduled_prompt_tokens": "Of those, tokens of prompts.",
+    "prompt_chunks": "Times that a step computed a part of a prompt and not all of it.",
+    "generated_tokens": "Tokens handed out.",
+    "extra_tokens_dropped": "Tokens computed for a request that had ended.",
+    "preemptions": "Slots taken from a request that still needs one.",
+    "host_time": "Seconds of the driving thread at work.",
+    "wait_time": "Seconds of the driving thread waiting for the device.",
+}
+"""The figures of `DecodeStats` that only rise, each with a line of help, to be exported."""
+
+GAUGES = {
+    "tokens_per_step": "Tokens computed per launched step, of prompts and otherwise.",
+    "requests_per_step": "Requests per launched step.",
+    "prefill_share": "Of the tokens computed, those of prompts, 0 to 1.",
+    "launches_per_token": "Launches that a request has part in per token decoded; 1/k in windows.",
+    "device_idle_share": "Bubble: of the newest steps' time, that in which none ran, 0 to 1.",
+}
+"""Those that are shares and means."""
 
 
 @dataclass(slots=True)
@@ -77,6 +105,7 @@ class DecodeStats:
     preemptions: int = 0
     host_time: float = 0.0
     wait_time: float = 0.0
+    device_times: DeviceTimes = field(default_factory=DeviceTimes, repr=False)
     time_to_first_token: RecentLatencies = field(default_factory=RecentLatencies)
     inter_token_latency: RecentLatencies = field(default_factory=RecentLatencies)
 
@@ -106,6 +135,11 @@ class DecodeStats:
     def launches_per_token(self) -> float:
         """Launches that a request takes part in per token that it decodes: 1, or 1/k in windows."""
         return self.decode_rows / self.decode_row_steps if self.decode_row_steps else 0.0
+
+    @property
+    def device_idle_share(self) -> float:
+        """Of the time of the newest steps, that in which none of them ran; see `DeviceTimes`."""
+        return self.device_times.idle_share
 
     @property
     def async_share(self) -> float:

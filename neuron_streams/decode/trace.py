@@ -49,7 +49,10 @@ class StepRecord:
 
     Attributes:
         number: Counts the launched steps of the loop from 1.
-        kind: `"prefill"` or `"decode"`.
+        kind: `"prefill"`, `"chunk"` where a piece of a prompt is among them, `"mixed"` beside rows
+            that decode, `"decode"`, or `"window"` of several decode steps.
+        num_steps: Decode steps of a window, else 1.
+        num_tokens: Tokens that it computes of each of its requests.
         request_ids: Whose step it is, in scheduling order.
         path: `"async"`, the reason of the fallback (see `DecodeStats`), or `"sync"` for a step of
             the synchronous mode.
@@ -67,6 +70,8 @@ class StepRecord:
     kind: str = ""
     request_ids: tuple[str, ...] = ()
     path: str = ""
+    num_steps: int = 1
+    num_tokens: tuple[int, ...] = ()
     schedule: Span | None = None
     prepare: Span | None = None
     launch: Span | None = None
@@ -196,15 +201,15 @@ class StepTrace:
         """It is."""
         self._current.schedule = self._lap(ENGINE, "schedule")
 
-    def launching(self) -> None:
-        """Its inputs are there."""
+    def launching(self, start: Any) -> None:
+        """Its inputs are there, and the event before it is recorded."""
         self._current.prepare = self._lap(WORKER, "prepare")
-        self._current._events = (self._event(), None)
+        self._current._events = (start, None)
 
-    def launched(self) -> None:
-        """The model has submitted it."""
+    def launched(self, end: Any) -> None:
+        """The model has submitted it, and the event behind it is recorded."""
         assert self._current._events is not None
-        self._current._events = (self._current._events[0], self._event())
+        self._current._events = (self._current._events[0], end)
         if not self._runner.use_async_scheduling:
             self._current.launch = self._lap(WORKER, "launch")
 
@@ -228,7 +233,9 @@ class StepTrace:
             record.launch = self._lap(WORKER, "launch")
             output.record = record  # type: ignore[union-attr]
         record.number = self._runner.stats.steps
+        record.num_steps = scheduler_output.num_steps
         record.request_ids = tuple(key.request_id for key in scheduler_output.num_scheduled_tokens)
+        record.num_tokens = tuple(scheduler_output.num_scheduled_tokens.values())
         self._launched[id(scheduler_output)] = record
         self._records.append(record)
 
@@ -268,7 +275,8 @@ class StepTrace:
         assert self._reference is not None
         reference, at = self._reference
         start, end = (at + reference.elapsed_time(event) / 1e3 for event in record._events)
-        record.device = Span(DEVICE, record.kind, start, end)
+        name = f"window of {record.num_steps}" if record.num_steps > 1 else record.kind
+        record.device = Span(DEVICE, name, start, end)
         record._events = None
 
 
@@ -296,5 +304,10 @@ def _event_of(span: Span, origin: float, record: StepRecord | None) -> dict[str,
     }
     if record is not None:
         event["name"] = f"{span.name} {record.number}"
-        event["args"] = {"path": record.path, "requests": ", ".join(record.request_ids)}
+        tokens = zip(record.request_ids, record.num_tokens, strict=True)
+        event["args"] = {
+            "path": record.path,
+            "requests": ", ".join(record.request_ids),
+            "tokens": ", ".join(f"{request_id}: {count}" for request_id, count in tokens),
+        }
     return event

@@ -41,8 +41,8 @@ def runtime(request):
 def streams(request, monkeypatch):
     """The stream namespace: ours on each runtime, implicit waits on and off, or torch.cuda.
 
-    On "side" another stream than the default one is current from the start (report 15352), on both
-    devices: a test that means the default stream says so.
+    On "side" another stream than the default one is current from the start (row S38 of
+    docs/reports.md), on both devices: a test that means the default stream says so.
     """
     if request.param == "cuda":
         if not torch.cuda.is_available():

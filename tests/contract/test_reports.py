@@ -1,6 +1,7 @@
 """Reports against torch.cuda's streams, each as a small case that must be right here.
 
-The number is that of the issue or pull request of pytorch/pytorch, unless said otherwise.
+The number is that of the issue or pull request of pytorch/pytorch, unless said otherwise; what was
+reported is in docs/reports.md, "Streams and events".
 """
 
 from __future__ import annotations

@@ -24,9 +24,27 @@ SCRIPTS = 32
 TIMEOUT = 120.0
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "neuron_streams" / "decode"
-TESTS = ("gather", "failures", "preemption", "reports", "seed", "scheduler", "runner", "output")
+TESTS = (
+    "gather",
+    "failures",
+    "preemption",
+    "reports",
+    "async_decode",
+    "scheduler",
+    "runner",
+    "output",
+)
 TESTS = (*TESTS, "loop", "batch", "request", "sampling_params", "admission", "logprobs")
-TESTS = (*TESTS, "capacity", "request_queue", "sampling_reports", "policy", "windows")
+TESTS = (
+    *TESTS,
+    "capacity",
+    "request_queue",
+    "sampling_reports",
+    "policy",
+    "windows",
+    "device_times",
+    "stats",
+)
 TESTS = (
     *TESTS,
     "outbox",
@@ -251,8 +269,9 @@ MUTANTS = {
         "counts = {request: min(num_steps, request.num_tokens_to_come) for request in decoding}",
         "counts = dict.fromkeys(decoding, num_steps)",
     ),
-    "a row has no limit": Mutant("batch", "[0 if state.ended else n for", "[num_steps for"),
-    "a row that has ended takes part": Mutant("batch", "[0 if state.ended else n for", "[n for"),
+    "a row has no limit": Mutant(
+        "batch", "_int32([*limits, *padding])", "_int32([num_steps] * num_rows)"
+    ),
     "nothing stops a row on the device": Mutant("batch", "MAX_STOP_IDS)]\n", "0)]\n"),
     "a padding row takes part": Mutant(
         "batch", "padding = [0] * (num_rows", "padding = [1] * (num_rows"
@@ -370,6 +389,16 @@ MUTANTS = {
     ),
     "a refused step is traced": Mutant(
         "trace", "if record._events is None or record._events[1] is None:", "if False:"
+    ),
+    # What is counted
+    "a step that runs counts as ended": Mutant(
+        "device_times", "if step is None or not step[1].query():", "if step is None:"
+    ),
+    "a rest counts as idle": Mutant(
+        "loop", "if not (self.scheduler.has_work or self.batch_queue):", "if False:"
+    ),
+    "a whole prompt is a chunk": Mutant(
+        "stats", "count < len(request.prefill_token_ids) for", "True for"
     ),
     # Adjustments
     "a plain row spares all rows their adjustments": Mutant(

@@ -743,10 +743,32 @@ def test_an_interrupted_admission_leaves_its_id_free(
     engine.close()
 
 
+@pytest.mark.parametrize("which", ["output", "engine"])
+def test_an_engine_that_gets_no_thread_says_so_and_leaves_the_loop_usable(
+    monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    loop, _, _ = make_loop(output_thread=True)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.endswith(which):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                DecodeEngine(loop)
+    with DecodeEngine(loop) as engine:
+        assert tokens_of(list(engine.add_request("a", [1], limited(3)))) == oracle([1], limited(3))
+
+
 def test_an_engine_whose_start_was_interrupted_leaves_the_loop_usable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop, _, _ = make_loop(output_thread=True)
+    loop.output_handler.start()
     start, started = threading.Thread.start, []
 
     def interrupted(thread: threading.Thread) -> None:

@@ -1,7 +1,7 @@
 """How loops like this one have failed in public: one test for each report that applies.
 
-The numbers are those of the project's list of reports. What concerns streams and events alone is
-in tests/contract, what concerns grammars is refused, what concerns several hosts is not ours.
+The numbers are the rows of docs/reports.md, "Decode loops". What concerns streams and events alone
+is in tests/contract, what concerns grammars is refused, what concerns several hosts is not ours.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """How the sampling state of such loops has failed in public: one test for each report that applies.
 
-As test_reports.py, for penalties, masks and log-probabilities, in both policies at depths 1 to 4.
+As test_reports.py, for penalties, masks and log-probabilities, in both policies at depths 1 to 4;
+the numbers are the rows of docs/reports.md, "Decode loops".
 Stop strings have their own tests, and a grammar is refused.
 """
 

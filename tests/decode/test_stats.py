@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from neuron_streams.decode import DecodeStats
+from neuron_streams.decode import DecodeStats, SamplingParams
+from neuron_streams.decode.stats import COUNTERS, GAUGES
+from tests.decode.harness import make_loop
 
 
 def test_each_launched_step_counts_once() -> None:
@@ -18,7 +20,26 @@ def test_each_launched_step_counts_once() -> None:
 
 
 def test_shares_of_nothing_are_zero() -> None:
-    assert DecodeStats().async_share == DecodeStats().decode_async_share == 0.0
+    stats = DecodeStats()
+    assert stats.async_share == stats.decode_async_share == 0.0
+    assert all(getattr(stats, name) == 0 for name in COUNTERS | GAUGES)
+
+
+def test_each_figure_has_a_line_of_help() -> None:
+    assert all(line.endswith(".") and "\n" not in line for line in (COUNTERS | GAUGES).values())
+
+
+def test_tokens_requests_and_chunks_of_the_steps() -> None:
+    sizes = {"prompt_buckets": (4,)}
+    loop, *_ = make_loop(chunks=True, sizes=sizes, async_scheduling=False)
+    list(loop.generate([[1] * 6], SamplingParams(max_tokens=3, seed=1, ignore_eos=True)))
+    stats = loop.stats
+    assert stats.steps == 4
+    assert (stats.scheduled_tokens, stats.scheduled_prompt_tokens) == (8, 6)
+    assert (stats.tokens_per_step, stats.requests_per_step) == (2, 1)
+    assert stats.prefill_share == 6 / 8
+    assert (stats.prompt_chunks, stats.mixed_steps, stats.decode_windows) == (2, 0, 0)
+    assert stats.launches_per_token == 1
 
 
 def test_waiting_is_no_work_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

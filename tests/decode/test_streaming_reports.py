@@ -1,6 +1,6 @@
 """Stop strings, callbacks, streams and aborts, as such loops have got them wrong in public.
 
-The numbers are those of the project's list of reports, as in test_reports.py.
+The numbers are the rows of docs/reports.md, "Decode loops", as in test_reports.py.
 """
 
 from __future__ import annotations

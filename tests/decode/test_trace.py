@@ -147,21 +147,11 @@ def test_a_broken_flow_is_read_inside_the_next_prepare() -> None:
     assert inner.row == "worker main thread"
 
 
-def test_no_event_and_no_record_when_off() -> None:
-    streams = FakeStreams()
-    loop, *_ = make_loop(streams)
-    made: list[bool] = []
-    event = streams.Event
-    streams.Event = lambda enable_timing=False, **options: (  # type: ignore[method-assign]
-        made.append(enable_timing) or event(enable_timing, **options)
-    )
+def test_no_record_when_off() -> None:
+    loop, *_ = make_loop()
     with loop.trace() as trace:
         pass
-    assert any(made)
-    made.clear()
     list(loop.generate([[1, 2]], LONG))
-    assert made
-    assert not any(made)
     assert trace.records == ()
     assert loop.runner.trace is None
 
@@ -272,5 +262,33 @@ def test_the_saved_trace_is_what_chrome_reads(tmp_path: Path) -> None:
         "prefill 1",
         *(f"decode {n}" for n in range(2, 9)),
     ]
-    assert device[3]["args"] == {"path": "async", "requests": "0"}
+    assert device[3]["args"] == {"path": "async", "requests": "0", "tokens": "0: 1"}
     assert "detokenize" in {event["name"] for event in spans}
+
+
+def test_windows_and_chunks_are_drawn() -> None:
+    loop, *_ = make_loop(
+        packs=True,
+        steps_per_launch=4,
+        max_num_batched_tokens=4,
+        policy="gather",
+        sizes={"max_length": 64, "prompt_buckets": (8,)},
+    )
+    with loop.trace() as trace:
+        loop.add_request("a", [1] * 9, SamplingParams(max_tokens=12, seed=1, ignore_eos=True))
+        for _ in range(3):
+            loop.step()
+        loop.add_request("b", [1] * 5, SamplingParams(max_tokens=2, seed=1, ignore_eos=True))
+        while loop.has_unfinished_requests():
+            loop.step()
+    kinds = [record.kind for record in trace.records]
+    assert kinds[:3] == ["chunk", "chunk", "window"]
+    assert kinds.count("mixed") == 2
+    assert "decode" not in kinds[:5]
+    window = trace.records[2]
+    assert (window.num_steps, window.num_tokens) == (4, (4,))
+    assert span(window, "device").name == "window of 4"
+    mixed = next(record for record in trace.records if record.kind == "mixed")
+    assert dict(zip(mixed.request_ids, mixed.num_tokens, strict=True)) == {"a": 1, "b": 3}
+    (event,) = (e for e in trace.chrome_events() if e["name"] == f"mixed {mixed.number}")
+    assert event["args"]["tokens"] == "a: 1, b: 3"

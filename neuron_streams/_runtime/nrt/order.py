@@ -30,10 +30,13 @@ from neuron_streams._runtime.nrt.queue import Queue, Request
 from neuron_streams._runtime.nrt.requests import Route
 from neuron_streams._runtime.port import Command, Kind, Ticket
 
-__all__ = ["ALONE", "Order", "Step"]
+__all__ = ["ALONE", "Order", "Step", "Touches"]
 
 SLICE = 0.05  # seconds that a wait goes without looking whether the main thread has ended
 ALONE = object()  # the tail of a lane behind a command that nothing may be queued behind
+
+
+Touches = tuple[set[int], set[int]]
 
 
 class Step(Entry):
@@ -42,7 +45,7 @@ class Step(Entry):
     `held_by` is what it waits for, and whether that must be completed or only be passed.
     """
 
-    __slots__ = ("done", "held_by", "kind", "plan", "request", "route", "waits")
+    __slots__ = ("_touches", "done", "held_by", "kind", "plan", "request", "route", "waits")
 
     lane: NrtLane
 
@@ -55,6 +58,18 @@ class Step(Entry):
         self.route: Route | None = None
         self.plan: Iterator[Request] = iter(())
         self.request: Request | None = None
+        self._touches: Touches | None = None
+
+    @property
+    def touches(self) -> Touches:
+        """The memory that it reads, and the memory that it writes."""
+        if self._touches is None:
+            command = self.command
+            reads = {id(buffer.peer) for buffer in command.reads if buffer.peer is not None}
+            made = (*command.outputs, *command.mutated)
+            writes = {id(buffer.peer) for buffer in made if buffer.peer is not None}
+            self._touches = reads, writes
+        return self._touches
 
 
 class NrtLane(Lane):

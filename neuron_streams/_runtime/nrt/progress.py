@@ -22,7 +22,7 @@ from typing import cast
 from neuron_streams._runtime.lanes import OUTSTANDING, Device, failure_of
 from neuron_streams._runtime.nrt.lib import Library
 from neuron_streams._runtime.nrt.notice import Notice
-from neuron_streams._runtime.nrt.order import ALONE, Order, Step
+from neuron_streams._runtime.nrt.order import ALONE, Order, Step, Touches
 from neuron_streams._runtime.nrt.queue import NEVER_WRITTEN, Queue, Request
 from neuron_streams._runtime.nrt.requests import Requests, Route
 from neuron_streams._runtime.nrt.status import DeviceLostError, NrtError, Status, error_of
@@ -31,6 +31,13 @@ from neuron_streams._runtime.port import Copy, Execute, Failure, Kind
 __all__ = ["Progress", "Statistics"]
 
 RETRY = 0.001  # seconds until a queue is tried again that is full of nothing of ours
+
+
+def _apart(one: Touches, other: Touches) -> bool:
+    """Whether two commands may be in flight on two queues at once."""
+    reads, writes = one
+    others_reads, others_writes = other
+    return writes.isdisjoint(others_reads | others_writes) and reads.isdisjoint(others_writes)
 
 
 @dataclass(slots=True)
@@ -100,9 +107,24 @@ class Progress(Order):
             if len(queue.flight) >= room:
                 return
             heapq.heappop(queue.ready)
-            if not self._give(item[2], queue):
+            if self._clashes(item[2], queue) or not self._give(item[2], queue):
                 heapq.heappush(queue.ready, item)
                 return
+
+    def _clashes(self, step: Step, queue: Queue) -> bool:
+        """Whether another queue has something in flight that this would corrupt, or that would it.
+
+        Only a program that orders too little comes here: one that overwrites on one stream what
+        another one reads. It is a race on every device, but is not to tear the memory. What is in
+        flight ends by itself, so nothing can wait in a circle.
+        """
+        for other in self._queues:
+            if other is not queue and other.flight:
+                for _, ahead in other.flight:
+                    if ahead is not step and not _apart(step.touches, ahead.touches):
+                        other.awaited.append(queue)
+                        return True
+        return False
 
     def _give(self, step: Step, queue: Queue) -> bool:
         """Have a step run on a queue, or fail; False if the queue is full."""
@@ -206,6 +228,8 @@ class Progress(Order):
             self._spent.append((request, step))
         queue.free_at = now
         self._stirred[queue] = None
+        while queue.awaited:
+            self._stirred[queue.awaited.pop()] = None
         self._notice.arm(queue)
 
     def _bring_back(self, request: Request, step: Step, status: int, now: float) -> None:

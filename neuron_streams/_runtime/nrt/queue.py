@@ -99,6 +99,7 @@ class Queue:
         "_library",
         "_sequence",
         "asleep",
+        "awaited",
         "device",
         "errors",
         "fd",
@@ -123,6 +124,7 @@ class Queue:
         self.ready: list[tuple[int, int, Step]] = []
         self.flight: deque[tuple[Request, Step]] = deque()
         self.asleep: Step | None = None
+        self.awaited: list[Queue] = []  # those held up by what is in flight here
         self.full = False  # the hardware refused one; until something completes
         self.high = 0  # the bits that name the unit, of every sequence
         self.free_at = 0.0

@@ -170,10 +170,22 @@ void within_devices(const at::Tensor& source, const at::Tensor& target) {
   giver->wait(stream->submit(copy));
 }
 
+// Torch lets a storage be resized below what its tensors reach, and leaves the check to the reader.
+void check_memory(const at::Tensor& host) {
+  const size_t needed = static_cast<size_t>(host.storage_offset()) * host.itemsize() +
+      span(host.sizes(), host.strides(), host.itemsize());
+  TORCH_CHECK(
+      host.layout() != c10::kStrided || needed <= host.storage().nbytes(), "a tensor of size ",
+      host.sizes(), " needs ", needed, " bytes, and its storage has ", host.storage().nbytes(),
+      "; it was resized or never allocated");
+}
+
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
   check_fork();
   TORCH_CHECK(source.defined() && target.defined(), "copy_: a tensor is not defined");
   if (target.numel() == 0) return target;
+  for (const at::Tensor& tensor : {source, target})
+    if (tensor.is_cpu()) check_memory(tensor);
   const at::Tensor from = source.sizes() == target.sizes() ? source : source.expand_as(target);
   if (!is_ours(target)) to_host(from, target, non_blocking);
   else if (!is_ours(source)) to_device(from, target, non_blocking);

@@ -1,6 +1,7 @@
 // Executables: one command for a whole compiled model.
 #include "execute.h"
 #include "copy.h"
+#include "random.h"
 
 #include <cstring>
 
@@ -63,7 +64,7 @@ void Execute::run() {
     std::vector<at::Tensor> tensors;
     for (size_t i = 0; i < data.size(); i++)
       tensors.push_back(host_tensor(data[i], loaded->inputs[i]));
-    made = run_in_python(loaded->handle, tensors);
+    made = run_in_python(loaded->handle, tensors, numbers);
     TORCH_CHECK(
         made.size() == outputs.size(), name, ": ", outputs.size(), " outputs were promised, ",
         made.size(), " came");
@@ -141,6 +142,10 @@ std::optional<std::vector<at::Tensor>> execute(
   for (const size_t i : mutated)
     for (size_t k = 0; k < tensors.size(); k++)
       if (k != i && share(*command, i, k)) return {};
+  if (loaded->draws) {
+    at::Generator generator = default_generator(stream->device);
+    command->numbers = next_numbers(generator);
+  }
   std::vector<at::Tensor> results;
   for (const Form& form : loaded->outputs) {
     at::Tensor made =

@@ -1,6 +1,7 @@
 // Executables as commands. See execute.cpp.
 #pragma once
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/TensorBody.h>
 
 #include "stream.h"
@@ -25,6 +26,7 @@ struct Loaded {
   std::vector<Form> inputs, outputs;
   std::vector<size_t> mutated; // the positions of the inputs that it updates in place
   const void* program = nullptr; // of the chain runner, or null:
+  bool draws = false; // whether its `run` takes a generator as well
   PyObject* handle = nullptr; // what a runtime made of it; its `run` where there is no program
 };
 
@@ -39,6 +41,7 @@ struct Execute final : Command {
 
   const std::shared_ptr<const Loaded> loaded;
   std::vector<Input> inputs;
+  at::Generator numbers; // where it draws
 };
 
 // Submits a call to the current stream and returns its results at once. Null where an argument is
@@ -46,7 +49,8 @@ struct Execute final : Command {
 std::optional<std::vector<at::Tensor>> execute(
     const std::shared_ptr<const Loaded>&, const std::vector<at::Tensor>& tensors);
 
-// Runs what has no program: calls `handle.run` with the GIL.
-std::vector<at::Tensor> run_in_python(PyObject* handle, const std::vector<at::Tensor>& inputs);
+// Runs what has no program: calls `handle.run` with the GIL, and with a generator if there is one.
+std::vector<at::Tensor> run_in_python(
+    PyObject* handle, const std::vector<at::Tensor>& inputs, const at::Generator& numbers);
 
 } // namespace neuron

@@ -224,10 +224,14 @@ void say_on_host(const char* name) {
   call(callbacks().say_on_host, name);
 }
 
-std::vector<at::Tensor> run_in_python(PyObject* handle, const std::vector<at::Tensor>& inputs) {
+std::vector<at::Tensor> run_in_python(
+    PyObject* handle, const std::vector<at::Tensor>& inputs, const at::Generator& numbers) {
   WithGil gil;
   try {
-    return From<std::vector<at::Tensor>>::load(call_method(handle, "run", inputs).get());
+    const Ref made = numbers.defined()
+        ? call_method(handle, "run", inputs, THPGenerator_Wrap(numbers))
+        : call_method(handle, "run", inputs);
+    return From<std::vector<at::Tensor>>::load(made.get());
   } catch (python_error& error) {
     error.restore();
     std::rethrow_exception(raised(taken_error().get()));
@@ -364,8 +368,9 @@ using LoadedPtr = std::shared_ptr<const Loaded>;
 
 LoadedPtr load(
     const std::string& name, PyObject* inputs, PyObject* outputs, std::vector<size_t> mutated,
-    uintptr_t program, PyObject* handle) {
+    uintptr_t program, PyObject* handle, std::optional<bool> draws) {
   auto made = std::make_shared<Loaded>();
+  made->draws = draws.value_or(false);
   made->name = intern(name);
   made->inputs = forms_of(inputs);
   made->outputs = forms_of(outputs);

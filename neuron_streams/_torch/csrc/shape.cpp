@@ -190,6 +190,9 @@ Shape shape_of(const at::Tensor& tensor) {
   shape.defined = tensor.defined();
   if (!shape.defined) return shape;
   TORCH_CHECK_NOT_IMPLEMENTED(
+      !tensor.is_nested(), "neuron: nested tensors are not supported on the device; use padding, or ",
+      "the host");
+  TORCH_CHECK_NOT_IMPLEMENTED(
       tensor.layout() == c10::kStrided, "neuron: tensors of layout ", tensor.layout(),
       " are not supported on the device; use a strided one, or the host");
   shape.conj = tensor.is_conj();
@@ -285,6 +288,7 @@ Known& known() {
 int64_t elements_of(const Call& call) {
   int64_t elements = 0;
   call.for_each_tensor([&](const at::Tensor& tensor, size_t, int) {
+    if (is_ours(tensor)) Window checked(tensor); // what stands in has no more memory than it
     elements += static_cast<int64_t>(tensor.storage().nbytes() / tensor.itemsize());
   });
   return elements;

@@ -252,6 +252,10 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
   return dense(self) && dense(from);
 }
 
+// Torch's encoder asks whether a padded batch could be a nested tensor, which the device does not
+// have: it then computes on the padded batch, and what it gives for padding is not zero.
+bool nested_from_mask_left_aligned(const at::Tensor&, const at::Tensor&) { return false; }
+
 // Nothing to note but a bad stream: pending commands keep the memory that they name.
 void record_stream(at::Tensor&, c10::Stream stream) { state_of(stream); }
 
@@ -274,6 +278,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_", TORCH_FN(set_nothing_));
   m.impl("is_set_to", TORCH_FN(is_set_to));
   m.impl("record_stream", TORCH_FN(record_stream));
+  m.impl("_nested_tensor_from_mask_left_aligned", TORCH_FN(nested_from_mask_left_aligned));
   m.impl("_has_compatible_shallow_copy_type", TORCH_FN(has_compatible_shallow_copy_type));
 }
 

@@ -174,6 +174,24 @@ def read_before_overwrite(runtime):
     assert value_of(runtime, lane, made) == [2.0, 3.0]
 
 
+def without_unordered_lanes(patch):
+    patch(Progress, "_clashes", lambda self, step, queue: False)
+
+
+@rule("even where a program does not order that: what is in flight reads what it was given")
+def unordered_lanes(runtime):
+    kernels, (a, b) = Kernels(runtime), [runtime.open_lane(0) for _ in range(2)]
+    x = floats(runtime, 1.0, 2.0)
+    with runtime.double.held(runtime.double.compute):
+        _, made = kernels.plus_one(a, x)
+        last = runtime.submit(b, core().Copy(zeros(2), x))
+        other = runtime.submit(b, core().Copy(zeros(2), view_of(runtime, 2)))
+        assert scheduled(runtime) == 1
+    finish(runtime, last, other)
+    assert value_of(runtime, a, made) == [2.0, 3.0]
+    assert value_of(runtime, b, x) == [0.0, 0.0]
+
+
 without_other_lane = without_order_within_the_queue
 
 
@@ -698,6 +716,7 @@ def test_it_holds(make, text, abis, kwargs, scenario, breaks_it, of_abi):
 def test_it_fails_without_its_guard(
     make, monkeypatch, text, abis, kwargs, scenario, breaks_it, of_abi
 ):
+    without_unordered_lanes(monkeypatch.setattr)  # the net that would catch what the guard lets go
     breaks_it(monkeypatch.setattr)
     runtime = make(**kwargs)
     runtime.forgiven = True

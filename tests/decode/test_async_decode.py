@@ -1,7 +1,7 @@
-"""The seed, sentence by sentence: one test per row of its tables and per numbered step.
+"""docs/async-decode.md, section by section: a test for each numbered step and row of its tables.
 
-Each test is named after the section and the number that it shows. The device is `FakeStreams`,
-which moves only when told or waited for, and never orders two streams by itself.
+The comments are its headings, and a test's name has the number that it shows. The device is
+`FakeStreams`, which moves only when stepped or waited for, and never orders two streams by itself.
 """
 
 from __future__ import annotations
@@ -141,6 +141,9 @@ def test_async_scheduling_requires_on_device_sampling() -> None:
     make_loop(sizes={"on_device_sampling": False}, async_scheduling=False)
 
 
+# Where it helps
+
+
 def test_longer_responses_have_a_larger_async_share() -> None:
     shares = []
     for max_tokens in (2, 8, 20):
@@ -152,10 +155,10 @@ def test_longer_responses_have_a_larger_async_share() -> None:
     assert shares == sorted(set(shares))
 
 
-# Custom async execution integration
+# Futures
 
 
-def test_lifecycle_1_futures_are_held_across_steps_in_the_buffer() -> None:
+def test_futures_1_futures_are_held_across_steps_in_the_buffer() -> None:
     worker = steady()
     _, output = worker.launch()
     buffer = worker.runner.async_execution_buffer
@@ -163,7 +166,7 @@ def test_lifecycle_1_futures_are_held_across_steps_in_the_buffer() -> None:
     assert buffer["async_output"] is output
 
 
-def test_lifecycle_2_the_flow_is_broken_on_purpose_when_the_composition_changes() -> None:
+def test_futures_2_the_flow_is_broken_on_purpose_when_the_composition_changes() -> None:
     worker = steady()
     worker.launch()
     worker.scheduler.add_request("late", [3], LONG)
@@ -173,7 +176,7 @@ def test_lifecycle_2_the_flow_is_broken_on_purpose_when_the_composition_changes(
     assert len(worker.runner._pending_outputs) == 1  # the newest only: the rest has been read
 
 
-def test_lifecycle_3_a_lock_per_object_prevents_double_materialization() -> None:
+def test_futures_3_a_lock_per_object_prevents_double_materialization() -> None:
     worker = steady()
     _, output = worker.launch()
     barrier, seen = threading.Barrier(16), list[ModelRunnerOutput]()
@@ -193,7 +196,7 @@ def test_lifecycle_3_a_lock_per_object_prevents_double_materialization() -> None
     assert len(reads) == 1
 
 
-# Normal flow (synchronous baseline)
+# The synchronous step
 
 
 def sync_worker() -> Worker:
@@ -202,14 +205,14 @@ def sync_worker() -> Worker:
     return worker
 
 
-def test_normal_1_the_scheduler_produces_a_scheduler_output() -> None:
+def test_synchronous_1_the_scheduler_produces_a_scheduler_output() -> None:
     schedule = sync_worker().scheduler.schedule()
     assert isinstance(schedule, SchedulerOutput)
     assert [key.request_id for key in schedule.num_scheduled_tokens] == ["a"]
     assert schedule.total_num_scheduled_tokens == 2
 
 
-def test_normal_2_to_6_the_engine_calls_the_parts_in_order() -> None:
+def test_synchronous_2_to_6_the_engine_calls_the_parts_in_order() -> None:
     loop, _, _ = make_loop(async_scheduling=False)
     log = spy(loop.scheduler, "schedule", "update_from_output")
     spy(loop.runner, "execute_model", "sample_tokens", log=log)
@@ -219,14 +222,14 @@ def test_normal_2_to_6_the_engine_calls_the_parts_in_order() -> None:
     assert log == ["schedule", "execute_model", "sample_tokens", "update_from_output"] * 2
 
 
-def test_normal_3_execute_model_does_its_parts_in_order() -> None:
+def test_synchronous_3_execute_model_does_its_parts_in_order() -> None:
     worker = sync_worker()
     log = spy(worker.runner, "_update_states", "_prepare_model_input", "_execute_model_forward")
     worker.step_sync()
     assert log == ["_update_states", "_prepare_model_input", "_execute_model_forward"]
 
 
-def test_normal_3a_update_states_applies_the_schedulers_decisions() -> None:
+def test_synchronous_3a_update_states_applies_the_schedulers_decisions() -> None:
     worker = sync_worker()
     worker.step_sync()
     worker.step_sync()
@@ -239,7 +242,7 @@ def test_normal_3a_update_states_applies_the_schedulers_decisions() -> None:
     assert not worker.runner.input_batch.num_reqs
 
 
-def test_normal_3b_inputs_are_built_from_the_input_batch() -> None:
+def test_synchronous_3b_inputs_are_built_from_the_input_batch() -> None:
     worker = sync_worker()
     token = worker.step_sync().sampled_token_ids[0][0]
     worker.step_sync()
@@ -249,20 +252,20 @@ def test_normal_3b_inputs_are_built_from_the_input_batch() -> None:
     assert call.slots == [1]
 
 
-def test_normal_3c_the_forward_blocks_until_the_result_is_on_the_host() -> None:
+def test_synchronous_3c_the_forward_blocks_until_the_result_is_on_the_host() -> None:
     worker = sync_worker()
     worker.runner.execute_model(worker.scheduler.schedule())
     assert worker.streams.blocking_reads == 1
     assert worker.model.executed == 1
 
 
-def test_normal_3d_the_result_is_kept_and_none_is_returned() -> None:
+def test_synchronous_3d_the_result_is_kept_and_none_is_returned() -> None:
     worker = sync_worker()
     assert worker.runner.execute_model(worker.scheduler.schedule()) is None  # type: ignore[func-returns-value]
     assert worker.runner.execute_model_state is not None
 
 
-def test_normal_5_sample_tokens_unpacks_the_state_and_updates_the_batch() -> None:
+def test_synchronous_5_sample_tokens_unpacks_the_state_and_updates_the_batch() -> None:
     worker = sync_worker()
     worker.runner.execute_model(worker.scheduler.schedule())
     output = worker.runner.sample_tokens()
@@ -274,7 +277,7 @@ def test_normal_5_sample_tokens_unpacks_the_state_and_updates_the_batch() -> Non
     assert row[:4] == [1, 2, *state.output_token_ids, -1]
 
 
-def test_normal_6_update_from_output_finishes_requests_and_frees_their_slots() -> None:
+def test_synchronous_6_update_from_output_finishes_requests_and_frees_their_slots() -> None:
     worker = make_worker(async_scheduling=False)
     worker.scheduler.add_request("a", [1, 2], SamplingParams(max_tokens=1))
     worker.step_sync()
@@ -282,14 +285,14 @@ def test_normal_6_update_from_output_finishes_requests_and_frees_their_slots() -
     assert 1 in worker.scheduler.capacity.free_slots
 
 
-def test_normal_every_transfer_is_blocking() -> None:
+def test_synchronous_every_transfer_is_blocking() -> None:
     loop, model, streams = make_loop(async_scheduling=False)
     for _ in loop.generate([[1, 2], [3]], LONG):
         assert model.executed == len(model.calls)
     assert streams.blocking_reads == streams.copies == loop.stats.steps
 
 
-# Async flow: step N
+# The asynchronous step: step N
 
 
 def test_step_n_1_the_first_step_takes_its_ids_from_the_host() -> None:
@@ -379,7 +382,7 @@ def test_step_n_7_the_queue_is_filled_before_the_engine_blocks() -> None:
     assert len(loop.batch_queue) == 1
 
 
-# Async flow: step N+1
+# The asynchronous step: step N+1
 
 
 def test_step_n1_1_the_ids_built_on_the_host_are_stale() -> None:
@@ -461,7 +464,7 @@ def test_step_n1_6_and_7_the_cycle_repeats_without_a_host_read() -> None:
     assert worker.streams.blocking_reads == 0
 
 
-# The async_execution_buffer
+# The buffer between steps
 
 
 def test_buffer_row_futures_sampled_token_ids_is_read_in_steady_state() -> None:
@@ -504,7 +507,7 @@ def test_buffer_async_output_is_read_only_to_break_the_flow() -> None:
     assert "async_output" in buffer.reads
 
 
-# What breaking the flow means
+# Breaking the flow
 
 
 def test_a_finish_is_found_when_the_next_step_is_already_in_flight() -> None:
@@ -670,7 +673,7 @@ def test_guard_leaves_inputs_that_need_no_rebuilding() -> None:
     assert len(prepared) == 1
 
 
-# Swap decision
+# The swap decision
 
 
 @pytest.mark.parametrize(
@@ -750,7 +753,7 @@ def test_the_scheduler_cannot_tell_the_modes_apart() -> None:
     assert schedules[0] == schedules[1]
 
 
-# get_output() across tensor-parallel ranks
+# Tensor-parallel ranks
 
 
 def test_ranks_output_rank_is_read_by_the_output_thread_on_every_step() -> None:
