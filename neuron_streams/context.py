@@ -230,7 +230,7 @@ def register_name(module: Any) -> None:
     backend_registration.rename_privateuse1_backend("neuron")
     torch._register_device_module("neuron", module)  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
-    before_use.register(lazy_call)
+    before_use.register(lazy_call, context)
     dlpack.register(lambda: getattr(context().runtime, "reaches_memory", True))
     distributed.register(lazy_call, core)
 

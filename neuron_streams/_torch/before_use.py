@@ -2,23 +2,44 @@
 
 A name alone makes `torch._C._get_accelerator` raise, and with it `torch.distributed.barrier` on the
 host's tensors and `torch.get_device_module()`. So it is answered here until the first use.
+
+Pinning memory and the statistics of `torch.accelerator` ask C++ alone, which CUDA answers by
+starting. Here they are the first use: the backend is begun, and then asked.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 
 __all__ = ["register"]
 
+LazyCall: TypeAlias = "Callable[[Callable[[], object]], object]"
 
-def register(lazy_call: Callable[[Callable[[], object]], object]) -> None:
-    """Have torch's question about the accelerator answered until the first use. Starts nothing.
+_OF_THE_ACCELERATOR = (
+    "_accelerator_emptyCache",
+    "_accelerator_emptyHostCache",
+    "_accelerator_getDeviceStats",
+    "_accelerator_isAllocatorInitialized",
+    "_accelerator_resetAccumulatedStats",
+    "_accelerator_resetPeakStats",
+)
+
+
+def register(lazy_call: LazyCall, begin: Callable[[], object]) -> None:
+    """Have torch's questions about the accelerator answered until the first use. Starts nothing.
 
     Args:
         lazy_call: calls a function at the first use of the device.
+        begin: is the first use, where none has been.
     """
+    _begin_at(torch.Tensor, "pin_memory", lazy_call, begin)  # storages and data loaders call it
+    for name in _OF_THE_ACCELERATOR:
+        if hasattr(torch._C, name):
+            _begin_at(torch._C, name, lazy_call, begin)
     asked = getattr(torch._C, "_get_accelerator", None)
     if asked is None:
         return
@@ -28,3 +49,20 @@ def register(lazy_call: Callable[[Callable[[], object]], object]) -> None:
 
     torch._C._get_accelerator = _get_accelerator
     lazy_call(lambda: setattr(torch._C, "_get_accelerator", asked))
+
+
+def _begin_at(owner: Any, name: str, lazy_call: LazyCall, begin: Callable[[], object]) -> None:
+    """Put a function that begins the backend before `owner.name`, and take it away at the begin."""
+    asked, inherited = getattr(owner, name), name not in vars(owner)
+
+    @functools.wraps(asked)
+    def first(*args: Any, **kwargs: Any) -> Any:
+        begin()
+        return asked(*args, **kwargs)
+
+    def restore() -> None:
+        if vars(owner).get(name) is first:  # else another has put something before it
+            delattr(owner, name) if inherited else setattr(owner, name, asked)
+
+    setattr(owner, name, first)
+    lazy_call(restore)

@@ -105,6 +105,18 @@ raise RuntimeError("fine")""",
     "a tensor with 65 dimensions": "torch.ones([1] * 65, device=D).permute(*range(65)); 1 / 0",
     "a graph of freed buffers": """
 x = torch.ones(2, device=D, requires_grad=True); y = (x * x).sum(); y.backward(); y.backward()""",
+    "a tensor of the host, indexed by one of the device": """
+y = torch.arange(3.0)[torch.tensor([1], device=D)]
+if D == "cpu":
+    raise ValueError("the CPU may")""",
+    "a quantized tensor": """
+torch.quantize_per_tensor(torch.ones(3, device=D), 0.1, 0, torch.qint8)
+if D == "cpu":
+    raise ValueError("the CPU may")""",
+    "a sparse tensor": """
+torch.eye(3, device=D).to_sparse_csr()
+if D == "cpu":
+    raise ValueError("the CPU may")""",
     "a gradient of another shape": """
 x = torch.ones(2, device=D, requires_grad=True); x.grad = torch.ones(3, device=D)""",
     "a gradient of another device": """

@@ -83,6 +83,35 @@ later.synchronize()
 assert event.query() and later.query()
 assert event.elapsed_time(later) >= 0
 """,
+    "pinning is the first use": """
+import neuron_streams
+assert torch.ones(3).pin_memory().is_pinned() and neuron_streams.is_initialized()
+assert "pin_memory" not in vars(torch.Tensor)
+""",
+    "pinning a storage is the first use": """
+import neuron_streams
+assert torch.ones(3).untyped_storage().pin_memory().is_pinned()
+""",
+    "a data loader that pins is the first use": """
+import neuron_streams
+from torch.utils.data import DataLoader
+batches = list(DataLoader(torch.arange(4.0), 2, pin_memory=True))
+assert [x.tolist() for x in batches] == [[0.0, 1.0], [2.0, 3.0]]
+assert all(x.is_pinned() for x in batches)
+""",
+    "statistics of the accelerator are the first use": """
+import neuron_streams
+assert torch.accelerator.memory_allocated() == 0
+""",
+    "caches of the accelerator": """
+import neuron_streams
+torch.accelerator.empty_cache()
+torch.accelerator.empty_host_cache()
+torch.accelerator.reset_peak_memory_stats()
+kept = torch.ones(2, device="neuron"), torch.ones(2).pin_memory()
+torch.accelerator.empty_host_cache()
+assert kept[0].tolist() == kept[1].tolist() and kept[1].is_pinned()
+""",
     "a default device": """
 import neuron_streams
 torch.set_default_device("neuron")

@@ -9,6 +9,7 @@
 #include <pthread.h>
 #include <shared_mutex>
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
 
@@ -240,17 +241,34 @@ struct DeviceMemory final : c10::DeviceAllocator {
   }
 };
 
-struct PinnedMemory final : c10::Allocator {
+struct PinnedMemory final : at::HostAllocator {
   c10::DataPtr allocate(size_t nbytes) override {
     return data_ptr_of(c10::make_intrusive<Buffer>(PortPtr(), -1, std::max<size_t>(nbytes, 1)));
   }
   void copy_data(void* target, const void* source, size_t count) const override {
     default_copy_data(target, source, count);
   }
+  // Pending commands keep what they name, and nothing is cached.
+  bool record_event(void* address, void*, c10::Stream) override { return bool(pinned_at(address)); }
+  void empty_cache() override {}
+  at::HostStats get_stats() override {
+    const Ledger& ledger = pinned().ledger;
+    at::HostStats stats;
+    stats.active_requests = stats.allocations = metrics(ledger.number)[0];
+    stats.active_bytes = stats.allocated_bytes = metrics(ledger.bytes)[0];
+    stats.num_host_alloc = stats.allocations.allocated;
+    stats.num_host_free = stats.allocations.freed;
+    return stats;
+  }
+  void reset_accumulated_stats() override { reset(pinned().ledger, false); }
+  void reset_peak_stats() override { reset(pinned().ledger, true); }
 };
 
 auto* device_memory = new DeviceMemory;
 [[maybe_unused]] const bool registered = (c10::SetAllocator(kDevice, device_memory), true);
+
+auto* pinned_memory = new PinnedMemory;
+[[maybe_unused]] const bool pins = (at::setHostAllocator(kDevice, pinned_memory), true);
 
 } // namespace
 
@@ -288,9 +306,6 @@ BufferPtr pinned_at(const void* address) {
   return BufferPtr::reclaim_copy(found); // alive, as long as the caller's tensor is
 }
 
-c10::Allocator* pinned_allocator() {
-  static auto* made = new PinnedMemory;
-  return made;
-}
+c10::Allocator* pinned_allocator() { return pinned_memory; }
 
 } // namespace neuron

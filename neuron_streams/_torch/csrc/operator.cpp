@@ -166,14 +166,15 @@ Call::Call(const OperatorInfo& info, torch::jit::Stack* stack)
   stack->erase(begin, stack->end());
   give_memory(*this, values);
   c10::Device host(c10::kCPU);
-  for_each_tensor([&](const at::Tensor& tensor, size_t argument, int) {
+  for_each_tensor([&](const at::Tensor& tensor, size_t argument, int place) {
     if (is_ours(tensor)) {
       const int index = tensor.device().index();
       TORCH_CHECK(
           device < 0 || device == index, "Expected all tensors to be on the same device, but found "
           "at least two devices, neuron:", device, " and neuron:", index, "!");
       device = index;
-    } else if (tensor.dim() > 0 || info.written[argument]) {
+    } else if (!(info.takes_host_indices && place >= 0) &&
+               (tensor.dim() > 0 || info.written[argument])) {
       seen_host = true;
       host = tensor.device();
     }
@@ -185,8 +186,8 @@ Call::Call(const OperatorInfo& info, torch::jit::Stack* stack)
   }
   if (device < 0) device = current_device();
   TORCH_CHECK(
-      !seen_host || info.takes_host_indices, "Expected all tensors to be on the same device, but "
-      "found at least two devices, neuron:", device, " and ", host, "!");
+      !seen_host, "Expected all tensors to be on the same device, but found at least two devices, "
+      "neuron:", device, " and ", host, "!");
 }
 
 // Indexing depends on data only where an index is a mask.
@@ -394,6 +395,9 @@ void count_on_host(const char* name) {
 at::Tensor to_device_tensor(
     const StreamPtr& stream, const at::Tensor& result, Staging& staging) {
   if (!result.defined()) return {};
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      result.layout() == c10::kStrided, "neuron: tensors of layout ", result.layout(),
+      " are not supported on the device; use a strided one, or the host");
   at::Tensor made = empty_strided(
       stream->port, stream->device, result.sizes(), result.strides(), result.scalar_type());
   staging.put(result, made);

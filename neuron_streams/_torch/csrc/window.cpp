@@ -91,6 +91,9 @@ at::Tensor empty_strided(
     const PortPtr& port, int device, c10::IntArrayRef size, c10::IntArrayRef stride,
     c10::ScalarType dtype) {
   at::detail::check_size_nonnegative(size);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !c10::isQIntType(dtype), "neuron: quantized tensors (", dtype, ") are not supported on the "
+      "device; keep integers and scales in tensors of their own, or quantize on the host");
   for (const int64_t step : stride)
     TORCH_CHECK(step >= 0, "Negative strides are not supported, but got: ", stride);
   const size_t nbytes = span(size, stride, c10::elementSize(dtype));
