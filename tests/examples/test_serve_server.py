@@ -301,7 +301,7 @@ def test_what_requests_need_is_compiled_by_requests():
     _, engine = make_door(thread=True)
     with engine:
         warm_up(engine, MAX_LENGTH)
-        assert engine.stats.generated_tokens == 6  # greedy, sampled and with log-probabilities
+        assert engine.stats.generated_tokens == 12  # of two lengths and three kinds, two each
         assert engine.unfinished_request_ids == ()
 
 
