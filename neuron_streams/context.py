@@ -138,6 +138,7 @@ def _load() -> Any:
             forked = process.FORKED
             made.bind(context, Ticket, raise_first, _say_on_host, cancelled, _exit, forked)
             _dynamo.prepare()
+            dlpack.register(lambda: getattr(context().runtime, "reaches_memory", True))
             _core = made
     return _core
 
@@ -231,7 +232,6 @@ def register_name(module: Any) -> None:
     torch._register_device_module("neuron", module)  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
     before_use.register(lazy_call, context)
-    dlpack.register(lambda: getattr(context().runtime, "reaches_memory", True))
     distributed.register(lazy_call, core)
 
 

@@ -3,8 +3,8 @@
 A name alone makes `torch._C._get_accelerator` raise, and with it `torch.distributed.barrier` on the
 host's tensors and `torch.get_device_module()`. So it is answered here until the first use.
 
-Pinning memory and the statistics of `torch.accelerator` ask C++ alone, which CUDA answers by
-starting. Here they are the first use: the backend is begun, and then asked.
+Pinning memory asks C++ alone, too, and a data loader of a host-only program does so where there is
+an accelerator. It is the first use: the backend is begun, and then asked.
 """
 
 from __future__ import annotations
@@ -19,15 +19,6 @@ __all__ = ["register"]
 
 LazyCall: TypeAlias = "Callable[[Callable[[], object]], object]"
 
-_OF_THE_ACCELERATOR = (
-    "_accelerator_emptyCache",
-    "_accelerator_emptyHostCache",
-    "_accelerator_getDeviceStats",
-    "_accelerator_isAllocatorInitialized",
-    "_accelerator_resetAccumulatedStats",
-    "_accelerator_resetPeakStats",
-)
-
 
 def register(lazy_call: LazyCall, begin: Callable[[], object]) -> None:
     """Have torch's questions about the accelerator answered until the first use. Starts nothing.
@@ -37,9 +28,6 @@ def register(lazy_call: LazyCall, begin: Callable[[], object]) -> None:
         begin: is the first use, where none has been.
     """
     _begin_at(torch.Tensor, "pin_memory", lazy_call, begin)  # storages and data loaders call it
-    for name in _OF_THE_ACCELERATOR:
-        if hasattr(torch._C, name):
-            _begin_at(torch._C, name, lazy_call, begin)
     asked = getattr(torch._C, "_get_accelerator", None)
     if asked is None:
         return
