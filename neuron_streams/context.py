@@ -141,6 +141,10 @@ def _load() -> Any:
     return _core
 
 
+def _reaches_memory() -> bool:
+    return getattr(context().runtime, "reaches_memory", True)
+
+
 def context() -> Context:
     """The context of the process's runtime; starts both at first use."""
     found = _held.context
@@ -160,6 +164,10 @@ def begin(wanted: Runtime | str | None) -> Context:
             native.set_port(port)
             native.start_autograd_threads()
             _held.context = found
+            if not _reaches_memory():
+                from neuron_streams._torch import printing
+
+                printing.register(_reaches_memory)
     if _waiting:
         _call_waiting()
     return found
@@ -230,7 +238,7 @@ def register_name(module: Any) -> None:
     torch._register_device_module("neuron", module)  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
     before_use.register(lazy_call)
-    dlpack.register(lambda: getattr(context().runtime, "reaches_memory", True))
+    dlpack.register(_reaches_memory)
     distributed.register(lazy_call, core)
 
 
