@@ -138,9 +138,13 @@ def _load() -> Any:
             forked = process.FORKED
             made.bind(context, Ticket, raise_first, _say_on_host, cancelled, _exit, forked)
             _dynamo.prepare()
-            dlpack.register(lambda: getattr(context().runtime, "reaches_memory", True))
+            dlpack.register(_reaches_memory)
             _core = made
     return _core
+
+
+def _reaches_memory() -> bool:
+    return getattr(context().runtime, "reaches_memory", True)
 
 
 def context() -> Context:
@@ -162,6 +166,10 @@ def begin(wanted: Runtime | str | None) -> Context:
             native.set_port(port)
             native.start_autograd_threads()
             _held.context = found
+            if not _reaches_memory():
+                from neuron_streams._torch import printing
+
+                printing.register(_reaches_memory)
     if _waiting:
         _call_waiting()
     return found

@@ -41,7 +41,7 @@ def register(lazy_call: LazyCall, begin: Callable[[], object]) -> None:
 
 def _begin_at(owner: Any, name: str, lazy_call: LazyCall, begin: Callable[[], object]) -> None:
     """Put a function that begins the backend before `owner.name`, and take it away at the begin."""
-    asked, inherited = getattr(owner, name), name not in vars(owner)
+    inherited, asked = name not in vars(owner), getattr(owner, name)
 
     @functools.wraps(asked)
     def first(*args: Any, **kwargs: Any) -> Any:

@@ -54,6 +54,11 @@ def test_a_clone_is_a_copy(device):
     assert x.t().contiguous().cpu().equal(x.cpu().t())
 
 
+def test_it_shows_its_numbers(device):
+    x = torch.tensor([1.5, -2.0]).to("neuron")
+    assert repr(x) == "tensor([ 1.5000, -2.0000], device='neuron:0')"
+
+
 def test_no_address_of_it_is_given_away(device):
     x = torch.arange(3.0).to("neuron")
     with pytest.raises(BufferError, match="^DLPack hands out addresses, and the memory of a"):
