@@ -37,12 +37,13 @@ def test_import_names_the_device_and_first_use_does_everything():
 
 
 REPLACED = """
-import json, sys, torch, torch.distributed
+import inspect, json, sys, torch, torch.distributed
 
 def look():
     spaces = {n: vars(m) for n, m in sys.modules.items() if n.split(".")[0] == "torch"}
     for owner in (torch.Tensor, torch.UntypedStorage, torch.nn.Module):
-        spaces[owner.__qualname__] = vars(owner)
+        names = {name: inspect.getattr_static(owner, name) for name in dir(owner)}
+        spaces[owner.__qualname__] = names  # inherited ones, too
     return {
         (space, name): value
         for space, names in spaces.items()
