@@ -7,6 +7,7 @@ runs there.
 import contextlib
 
 import torch
+import torch.distributed.fsdp
 from torch.amp import GradScaler as _GradScaler
 
 
@@ -111,6 +112,18 @@ def manual_seed_all(seed):
     torch.manual_seed(seed)
 
 
+class FullyShardedDataParallel(torch.nn.parallel.DistributedDataParallel):
+    """Torch's own refuses the CPU; unsharded training has the same numbers."""
+
+    def __init__(self, module, sharding_strategy=None, auto_wrap_policy=None):
+        super().__init__(module)
+
+    @staticmethod
+    def summon_full_params(module):
+        return contextlib.nullcontext()
+
+
+torch.distributed.fsdp.FullyShardedDataParallel = FullyShardedDataParallel
 torch.Stream = Stream
 torch.nn.Module.cuda = lambda self, device=None: self
 torch.Tensor.cuda = lambda self, device=None, non_blocking=False: self.clone()
