@@ -516,8 +516,10 @@ class StreamsMachine(RuleBasedStateMachine):
             for gate in self.closed.values():
                 gate.open()
             self.closed.clear()
-        self.settle()
-        self.scope.__exit__(None, None, None)
+        try:
+            self.settle()
+        finally:  # a runtime that is closed later takes the device from the next one
+            self.scope.__exit__(None, None, None)
         self.look()
         for lane in self.all:
             for work in lane.commands:

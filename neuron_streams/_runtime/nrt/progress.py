@@ -157,7 +157,7 @@ class Progress(Order):
         """Make the first request of a step; False if it has none."""
         command = step.command
         failure = command.blame()
-        if failure is not None:
+        if failure is not None and not self._may_be_mended(step, queue):
             self._end(step, failure)
         elif step.kind is Kind.SLEEP:
             self._sleep(step, queue, command.seconds)
@@ -165,6 +165,13 @@ class Progress(Order):
             step.plan = self._requests.of(cast("Copy | Execute", command), queue)
             return self._next(step)
         return False
+
+    def _may_be_mended(self, step: Step, queue: Queue) -> bool:
+        """Whether what is in flight ahead may yet overwrite what a failed command should have made.
+
+        It is asked again when the step has completed.
+        """
+        return any(not _apart(step.touches, ahead.touches) for _, ahead in queue.flight)
 
     def _next(self, step: Step) -> bool:
         """Make the next request of a step, and do what its plan does on the host before it."""

@@ -82,6 +82,20 @@ def test_copies_within_a_device_are_one_request(device):
     assert y.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
+def test_a_copy_may_read_what_one_in_flight_puts_in_place_of_a_failed_one(device):
+    good, failed, last = (torch.full((2,), x).to("neuron") for x in (1.0, 2.0, 3.0))
+    neuron_streams.synchronize()
+    lane = neuron_streams.current_stream()._state.ticket().lane
+    device.double.fail(0, device.double.write, lane % 2, 0, Status.EXEC_OOB)
+    failed.copy_(torch.zeros(2).pin_memory(), non_blocking=True)
+    with pytest.raises(NrtError):
+        neuron_streams.synchronize()
+    device.double.set_latency(5_000_000, 0)  # ns
+    failed.copy_(good)
+    last.copy_(failed)
+    assert last.tolist() == failed.tolist() == [1.0, 1.0]
+
+
 def test_memory_in_use_by_another_stream_is_not_given_away(device):
     """What `record_stream` asks for holds without it, since commands keep what they name."""
     side, x = neuron_streams.Stream(), torch.arange(4.0).to("neuron")
