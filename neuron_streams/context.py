@@ -138,7 +138,7 @@ def _load() -> Any:
             forked = process.FORKED
             made.bind(context, Ticket, raise_first, _say_on_host, cancelled, _exit, forked)
             _dynamo.prepare()
-            dlpack.register(_reaches_memory)
+            dlpack.register(_reaches_memory, made.note_shared)
             _core = made
     return _core
 

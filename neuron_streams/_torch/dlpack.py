@@ -16,10 +16,14 @@ from torch.utils.dlpack import DLDeviceType
 __all__ = ["register"]
 
 
-def register(reaches_memory: Callable[[], bool]) -> None:
+def register(
+    reaches_memory: Callable[[], bool], note_shared: Callable[[torch.Tensor], object]
+) -> None:
     """Have a device tensor say where it is, or that no address of it can be given away.
 
     Args:
+        note_shared: has a read of the tensor on the host wait for all that its device has, since
+            other tensors over its memory have writers of their own.
         reaches_memory: whether the host does, directly, and so another library of this process.
 
     Host: returns at once.
@@ -34,6 +38,7 @@ def register(reaches_memory: Callable[[], bool]) -> None:
                     "DLPack hands out addresses, and the memory of a Neuron core has none on the "
                     "host; copy the tensor there first, by .cpu()"
                 )
+            note_shared(self)
             return (DLDeviceType.kDLExtDev, self.device.index)
         return asked(self)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import neuron_streams
-from neuron_streams.testing import Gate
+from neuron_streams.testing import Gate, ManualRuntime, use_runtime
 
 
 @pytest.mark.parametrize("protocol", [2, 5])
@@ -51,6 +51,19 @@ def test_dlpack_shares_memory():
     assert x.tolist() == [1.0, 2.0, 3.0, 4.0]
     assert z.tolist() == [2.0, 4.0, 6.0, 8.0]
     assert y.data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1, None)], ids=["whole", "part"])
+def test_a_read_waits_for_writes_through_dlpack(part):
+    with use_runtime(ManualRuntime(1)):
+        x = torch.arange(4.0).to("neuron")
+        y = torch.from_dlpack(x[part])
+        y += 1
+        expected = torch.arange(4.0)
+        expected[part] += 1
+        assert x.tolist() == expected.tolist()
+        x.mul_(2)
+        assert y.tolist() == (expected * 2)[part].tolist()
 
 
 def test_dlpack_memory_lives_as_long_as_its_tensor():

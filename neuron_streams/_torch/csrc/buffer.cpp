@@ -279,18 +279,23 @@ c10::Storage storage_of(BufferPtr buffer) {
       /*resizable=*/true);
 }
 
+void wait_for_device(Port& port, c10::DeviceIndex device) {
+  for (const int64_t lane : port.lanes(device)) port.wait({lane, port.submitted(lane)}, -1);
+}
+
 Buffer* adopt(c10::StorageImpl& storage) {
   static auto* mutex = new std::recursive_mutex;
   const c10::DeviceIndex device = storage.device().index();
   const PortPtr now = port();
   check_sync();
-  for (const int64_t lane : now->lanes(device)) now->wait({lane, now->submitted(lane)}, -1);
+  wait_for_device(*now, device);
   const Held lock(*mutex); // of two threads, one adopts
   if (Buffer* found = buffer_of(storage)) return found;
   const c10::DataPtr& pointer = storage.data_ptr();
   c10::DataPtr none(pointer.get(), pointer.device());
   auto made = c10::make_intrusive<Buffer>(
       now, device, storage.nbytes(), storage.set_data_ptr(std::move(none)));
+  made->shared = true;
   storage.set_data_ptr_noswap(data_ptr_of(made));
   return made.get();
 }

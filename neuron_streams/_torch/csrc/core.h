@@ -125,6 +125,8 @@ class Buffer : public c10::intrusive_ptr_target {
   void set_writer(Ticket);
   // Whether a command was ever submitted that names it: until then the host may write it.
   std::atomic<bool> named{false};
+  // Whether DLPack has made other buffers over this memory, whose writers this one does not know.
+  std::atomic<bool> shared{false};
 
   bool poisoned() const { return poisoned_.load(std::memory_order_acquire); }
   FailurePtr failure() const;
@@ -250,6 +252,7 @@ Buffer* buffer_of(const c10::StorageImpl&);
 // The same, of a storage that another library made over memory of the device, as DLPack and pickle
 // do. What the device has queued may concern that memory, so it is waited for.
 Buffer* adopt(c10::StorageImpl&);
+void wait_for_device(Port&, c10::DeviceIndex); // for all that its lanes have
 // The pinned memory that an address of the host lies in, or null. The caller keeps it alive.
 BufferPtr pinned_at(const void* address);
 c10::Allocator* pinned_allocator();

@@ -749,6 +749,7 @@ PyMethodDef functions[] = {
     function<[] { return sync_debug_mode.load(); }>("get_sync_debug_mode"),
     function<check_sync>("check_sync"),
     function<buffer_object>("buffer_of"),
+    function<[](const at::Tensor& tensor) { Window(tensor).buffer->shared = true; }>("note_shared"),
     function<counts>("counts"),
     function<reset_counts>("reset_counts"),
     function<memory_info>("memory_info"),

@@ -137,7 +137,11 @@ void wait_for(const Window& window) {
   check_fork();
   const Buffer& buffer = *window.buffer;
   const Ticket writer = buffer.writer();
-  if (writer.lane != 0) buffer.port()->wait(writer, -1);
+  if (C10_UNLIKELY(buffer.shared.load(std::memory_order_relaxed))) {
+    wait_for_device(*buffer.port(), buffer.device());
+  } else if (writer.lane != 0) {
+    buffer.port()->wait(writer, -1);
+  }
   if (FailurePtr failure = buffer.failure()) raise_any({std::move(failure)});
 }
 
