@@ -22,10 +22,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from neuron_streams._compiler import saved
-from neuron_streams._compiler.draws import DRAWS
 from neuron_streams._compiler.saved import need
 from neuron_streams._compiler.signature import Signature, spec_of
 from neuron_streams._runtime import cache, toolchain
+from neuron_streams._runtime.exported import DRAWS
 from neuron_streams._runtime.nrt.model import Neff
 from neuron_streams._runtime.port import Payload
 from neuron_streams._runtime.program import Library, Program

@@ -16,6 +16,7 @@ from neuron_streams._compiler.plan import Plan, plan
 from neuron_streams._compiler.signature import Signature, input_names, output_names, spec_of
 from neuron_streams._compiler.trace import Trace, trace
 from neuron_streams._runtime import process
+from neuron_streams._runtime.exported import DRAWS
 from neuron_streams._runtime.port import Payload
 
 __all__ = ["build"]
@@ -135,5 +136,5 @@ def _graph(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> fx
     if random:
         draws.give_generator(graph)
     module = fx.GraphModule(root, graph)
-    module.meta[draws.DRAWS] = random
+    module.meta[DRAWS] = random
     return module

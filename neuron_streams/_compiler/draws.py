@@ -12,9 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-__all__ = ["DRAWS", "draws", "give_generator"]
-
-DRAWS = "draws"  # in the metadata of a graph module that takes a generator behind its inputs
+__all__ = ["draws", "give_generator"]
 
 
 def draws(graphs: Iterable[fx.Graph]) -> bool:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["ExportedHandle"]
+__all__ = ["DRAWS", "ExportedHandle"]
+
+DRAWS = "draws"  # in the metadata of a graph module that takes a generator behind its inputs
 
 
 class ExportedHandle:
@@ -20,7 +22,7 @@ class ExportedHandle:
 
     def __init__(self, name: str, graph: Callable[..., Any]) -> None:
         self.name = name
-        self.draws: bool = getattr(graph, "meta", {}).get("draws", False)
+        self.draws: bool = getattr(graph, "meta", {}).get(DRAWS, False)
         self._run = graph
 
     def run(

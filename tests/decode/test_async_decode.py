@@ -107,8 +107,8 @@ def test_overview_2_the_future_is_the_next_input_without_a_host_roundtrip() -> N
     assert worker.streams.blocking_reads == 0
 
 
-def test_overview_3_tokens_are_materialized_on_a_separate_thread() -> None:
-    loop, _, _ = make_loop(output_thread=True)
+def threads_that_read(loop: DecodeLoop) -> list[str]:
+    """The thread of each `get_output` while the loop generates."""
     readers = []
     get_output = AsyncModelRunnerOutput.get_output
 
@@ -120,6 +120,12 @@ def test_overview_3_tokens_are_materialized_on_a_separate_thread() -> None:
         patch.setattr(AsyncModelRunnerOutput, "get_output", watched)
         for _ in loop.generate([[1, 2]], LONG):
             pass
+    return readers
+
+
+def test_overview_3_tokens_are_materialized_on_a_separate_thread() -> None:
+    loop, _, _ = make_loop(output_thread=True)
+    readers = threads_that_read(loop)
     assert readers.count("neuron-streams-decode-output") == loop.stats.steps
     loop.close()
 
@@ -758,17 +764,7 @@ def test_the_scheduler_cannot_tell_the_modes_apart() -> None:
 
 def test_ranks_output_rank_is_read_by_the_output_thread_on_every_step() -> None:
     loop, _, _ = make_loop(output_thread=True)
-    log = []
-    get_output = AsyncModelRunnerOutput.get_output
-
-    def watched(output: AsyncModelRunnerOutput) -> ModelRunnerOutput:
-        log.append(threading.current_thread().name)
-        return get_output(output)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AsyncModelRunnerOutput, "get_output", watched)
-        for _ in loop.generate([[1, 2]], LONG):
-            pass
+    log = threads_that_read(loop)
     on_thread = log.count("neuron-streams-decode-output")
     assert on_thread == loop.stats.steps
     assert len(log) - on_thread <= 1, "the flush of an empty schedule is the one break here"

@@ -40,6 +40,13 @@ def _apart(one: Touches, other: Touches) -> bool:
     return writes.isdisjoint(others_reads | others_writes) and reads.isdisjoint(others_writes)
 
 
+def _meets(step: Step, queue: Queue) -> bool:
+    """Whether a queue has another command in flight that shares memory which either writes."""
+    return any(
+        ahead is not step and not _apart(step.touches, ahead.touches) for _, ahead in queue.flight
+    )
+
+
 @dataclass(slots=True)
 class Statistics:
     """How many requests the hardware took, and how often its queues were full."""
@@ -119,11 +126,9 @@ class Progress(Order):
         flight ends by itself, so nothing can wait in a circle.
         """
         for other in self._queues:
-            if other is not queue and other.flight:
-                for _, ahead in other.flight:
-                    if ahead is not step and not _apart(step.touches, ahead.touches):
-                        other.awaited.append(queue)
-                        return True
+            if other is not queue and _meets(step, other):
+                other.awaited.append(queue)
+                return True
         return False
 
     def _give(self, step: Step, queue: Queue) -> bool:
@@ -171,7 +176,7 @@ class Progress(Order):
 
         It is asked again when the step has completed.
         """
-        return any(not _apart(step.touches, ahead.touches) for _, ahead in queue.flight)
+        return _meets(step, queue)
 
     def _next(self, step: Step) -> bool:
         """Make the next request of a step, and do what its plan does on the host before it."""

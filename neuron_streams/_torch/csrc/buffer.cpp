@@ -279,10 +279,6 @@ c10::Storage storage_of(BufferPtr buffer) {
       /*resizable=*/true);
 }
 
-void wait_for_device(Port& port, c10::DeviceIndex device) {
-  for (const int64_t lane : port.lanes(device)) port.wait({lane, port.submitted(lane)}, -1);
-}
-
 Buffer* adopt(c10::StorageImpl& storage) {
   static auto* mutex = new std::recursive_mutex;
   const c10::DeviceIndex device = storage.device().index();

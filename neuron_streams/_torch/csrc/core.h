@@ -252,7 +252,8 @@ Buffer* buffer_of(const c10::StorageImpl&);
 // The same, of a storage that another library made over memory of the device, as DLPack and pickle
 // do. What the device has queued may concern that memory, so it is waited for.
 Buffer* adopt(c10::StorageImpl&);
-void wait_for_device(Port&, c10::DeviceIndex); // for all that its lanes have
+// Waits for all that the lanes of a device have by now; returns the last ticket of each.
+std::vector<Ticket> wait_for_device(Port&, int device);
 // The pinned memory that an address of the host lies in, or null. The caller keeps it alive.
 BufferPtr pinned_at(const void* address);
 c10::Allocator* pinned_allocator();

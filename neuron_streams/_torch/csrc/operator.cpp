@@ -9,7 +9,6 @@
 #include "staging.h"
 #include "stream.h"
 
-#include <cstring>
 #include <map>
 #include <shared_mutex>
 #include <unordered_map>
@@ -226,18 +225,6 @@ void check_layout(const at::Tensor& result, const Shape& promised, const char* n
       "size depends on data, so report it, and compute it on the host meanwhile");
 }
 
-void copy_result(const at::Tensor& result, const at::Tensor& target) {
-  if (result.unsafeGetTensorImpl()->has_storage() && !result._is_zerotensor() &&
-      result.const_data_ptr() == target.const_data_ptr())
-    return;
-  if (result.strides() == target.strides() && result.is_non_overlapping_and_dense() &&
-      result.is_conj() == target.is_conj() && result.is_neg() == target.is_neg() &&
-      !result._is_zerotensor())
-    std::memcpy(target.mutable_data_ptr(), result.const_data_ptr(), result.nbytes());
-  else
-    target.copy_(result);
-}
-
 // An operator with what it takes along of its arguments.
 struct Operator final : Command {
   explicit Operator(const Call& call)
@@ -431,9 +418,8 @@ void check_overlap(const Call& call, bool on_copies) {
 
 // Runs a call on the calling thread, once the stream has done all before it: a queued reader of what
 // it writes must not be overtaken.
-void run_now(const Call& call, torch::jit::Stack* stack) {
+void run_now(const Call& call, const StreamPtr& stream, torch::jit::Stack* stack) {
   const OperatorInfo& info = call.info;
-  const StreamPtr stream = current_stream(call.device);
   check_sync();
   stream->port->wait(stream->ticket(), -1);
   call.for_each_tensor([&](const at::Tensor& tensor, size_t, int) {
@@ -509,17 +495,17 @@ void enqueue(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
       return;
     }
     check_host_operators(stream, info.name);
-    run_now(call, stack);
+    run_now(call, stream, stack);
     return;
   }
   if (call.waits()) {
-    run_now(call, stack);
+    run_now(call, stream, stack);
     return;
   }
   const std::shared_ptr<const Result> result = infer(call);
   if (!result) {
     count_on_host(info.name);
-    run_now(call, stack);
+    run_now(call, stream, stack);
     return;
   }
   resize_outs(call, *result);

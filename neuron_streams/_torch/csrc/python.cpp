@@ -11,6 +11,8 @@
 #include <cmath>
 #include <sstream>
 
+#include <ATen/core/CachingHostAllocator.h>
+
 namespace neuron {
 
 using namespace bind;
@@ -589,12 +591,16 @@ PyObject* memory_info(int device) {
 }
 
 void reset_counts(int device, bool peak, bool accumulated) {
-  Ledger& ledger = ledger_of(device);
-  for (Count* count : {&ledger.number, &ledger.bytes}) {
-    if (peak) count->peak = count->current.load();
-    if (accumulated) count->allocated = count->freed = 0;
+  if (device < 0) {
+    at::HostAllocator* memory = at::getHostAllocator(kDevice);
+    if (peak) memory->reset_peak_stats();
+    if (accumulated) memory->reset_accumulated_stats();
+    return;
   }
-  if (device >= 0) port()->reset_reserved(device, peak, accumulated);
+  const auto index = static_cast<c10::DeviceIndex>(device);
+  auto* memory = static_cast<c10::DeviceAllocator*>(c10::GetAllocator(kDevice));
+  if (peak) memory->resetPeakStats(index);
+  if (accumulated) memory->resetAccumulatedStats(index);
 }
 
 // -- streams ------------------------------------------------------------------------------------

@@ -9,6 +9,18 @@
 
 namespace neuron {
 
+void copy_result(const at::Tensor& result, const at::Tensor& target) {
+  if (result.unsafeGetTensorImpl()->has_storage() && !result._is_zerotensor() &&
+      result.const_data_ptr() == target.const_data_ptr())
+    return;
+  if (result.strides() == target.strides() && result.is_non_overlapping_and_dense() &&
+      result.is_conj() == target.is_conj() && result.is_neg() == target.is_neg() &&
+      !result._is_zerotensor())
+    std::memcpy(target.mutable_data_ptr(), result.const_data_ptr(), result.nbytes());
+  else
+    target.copy_(result);
+}
+
 at::Tensor Staging::of(const at::Tensor& tensor, bool written) {
   const Window window(tensor);
   if (window.buffer->reachable()) return window.on_host();
@@ -42,13 +54,7 @@ void Staging::put(const at::Tensor& result, const at::Tensor& target) {
         c10::make_intrusive<Copy>(std::move(from), Copy::End::on_device(target), name));
     return;
   }
-  const at::Tensor place = window.on_host();
-  if (result.const_data_ptr() == place.const_data_ptr()) return;
-  if (result.strides() == place.strides() && result.is_non_overlapping_and_dense() &&
-      !result.is_conj() && !result.is_neg())
-    std::memcpy(place.mutable_data_ptr(), result.const_data_ptr(), result.nbytes());
-  else
-    place.copy_(result);
+  copy_result(result, window.on_host());
 }
 
 void Staging::write_back() {

@@ -6,6 +6,9 @@
 
 namespace neuron {
 
+// Puts a result of the CPU where it belongs on the host, if it is not there already.
+void copy_result(const at::Tensor& result, const at::Tensor& target);
+
 // What an operator on the host reads and writes. Where the host reaches the device's memory that is
 // the memory itself; else copies of whole buffers, so that tensors which share memory still do.
 class Staging {

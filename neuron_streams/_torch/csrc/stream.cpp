@@ -389,16 +389,20 @@ void check_sync() {
   if (mode == 1) TORCH_WARN("called a synchronizing Neuron operation");
 }
 
+std::vector<Ticket> wait_for_device(Port& port, int device) {
+  std::vector<Ticket> newest;
+  for (const int64_t lane : port.lanes(device)) newest.push_back({lane, port.submitted(lane)});
+  for (const Ticket& ticket : newest) port.wait(ticket, -1);
+  return newest;
+}
+
 void synchronize_device(int device) {
   const PortPtr here = port();
   TORCH_CHECK(
       device >= 0 && device < here->devices, "neuron:", device, ": there is no such device; there "
       "are ", here->devices);
   for (const StreamPtr& stream : here->streams->living(device)) stream->ticket();
-  std::vector<Ticket> newest;
-  for (const int64_t lane : here->lanes(device)) newest.push_back({lane, here->submitted(lane)});
-  for (const Ticket& ticket : newest) here->wait(ticket, -1);
-  raise_any(here->new_failures(device, newest));
+  raise_any(here->new_failures(device, wait_for_device(*here, device)));
 }
 
 Port::Port(int devices)

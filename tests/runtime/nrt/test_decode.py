@@ -80,6 +80,17 @@ def tokens_of(loop):
         return [output.new_token_ids for output in loop.generate(PROMPTS, GREEDY)], loop.stats
 
 
+def played(model):
+    """All outputs of a loop whose steps may fail."""
+    loop, outputs = DecodeLoop(model), []
+    for number, prompt in enumerate(PROMPTS):
+        loop.add_request(str(number), prompt, GREEDY)
+    while loop.has_unfinished_requests():
+        outputs += loop.step()
+    loop.close()
+    return outputs
+
+
 @pytest.fixture(scope="module")
 def expected():
     with use_runtime(EmulatedRuntime(1)):
@@ -113,12 +124,7 @@ def test_warm_up_and_chunks_leave_nothing_in_a_queue(device, expected):
 def test_a_failed_step_ends_its_requests_with_its_error(device):
     model = toy(batch_buckets=(4,), compile=compile_for_double)
     device.double.fail(0, device.double.compute, 0, 5, Status.EXEC_COMPLETED_WITH_NUM_ERR)
-    loop, errors = DecodeLoop(model), []
-    for number, prompt in enumerate(PROMPTS):
-        loop.add_request(str(number), prompt, GREEDY)
-    while loop.has_unfinished_requests():
-        errors += [output.error for output in loop.step() if output.error is not None]
-    loop.close()
+    errors = [output.error for output in played(model) if output.error is not None]
     assert errors
     assert all(isinstance(error, NrtError) for error in errors)
 
@@ -126,12 +132,7 @@ def test_a_failed_step_ends_its_requests_with_its_error(device):
 def test_a_lost_device_ends_all_requests(device):
     model = toy(batch_buckets=(4,), compile=compile_for_double)
     device.double.fail(0, device.double.compute, 0, 5, Status.EXEC_UNIT_UNRECOVERABLE)
-    loop, reasons = DecodeLoop(model), []
-    for number, prompt in enumerate(PROMPTS):
-        loop.add_request(str(number), prompt, GREEDY)
-    while loop.has_unfinished_requests():
-        reasons += [output.finish_reason for output in loop.step() if output.finished]
-    loop.close()
+    reasons = [output.finish_reason for output in played(model) if output.finished]
     assert reasons == ["error"] * 3
 
 
