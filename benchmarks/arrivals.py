@@ -131,6 +131,7 @@ def language_model(rounds: int, count: int = 16, mean_interval: float = 0.5) -> 
         num_slots=ROWS + 4,
         batch_buckets=(ROWS,),
         prompt_buckets=BUCKETS,
+        length_buckets=(128,),
     )
     start = time.perf_counter()
     model.warm_up(gather=True)

@@ -181,7 +181,7 @@ def gil_share() -> Iterator[Row]:
 
 
 def smollm2_model(folder: Path, batch: int) -> Llama:
-    """The language model with one decode bucket and one prompt bucket, compiled."""
+    """The language model with one decode bucket, compiled."""
     from models.loader import load
 
     model = load(
@@ -190,6 +190,7 @@ def smollm2_model(folder: Path, batch: int) -> Llama:
         num_slots=batch + 4,
         batch_buckets=(batch,),
         prompt_buckets=(64, 512),
+        length_buckets=(128,),
     )
     model.warm_up()
     return model

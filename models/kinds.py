@@ -54,10 +54,10 @@ class Step(nn.Module):
         mutates: Those of them that it updates in place.
     """
 
-    def __init__(self, kind: str, weights: Weights, max_length: int) -> None:
+    def __init__(self, kind: str, weights: Weights, length: int) -> None:
         super().__init__()
         *how, choice, phase = kind.split("_")
-        self.layers = _LAYERS[phase](weights, max_length)
+        self.layers = _LAYERS[phase](weights, length)
         self.chooser = CHOOSERS[choice]()
         self.keeps = phase == "prefill"
         self.gathers = self.keeps or how == ["gathered"]

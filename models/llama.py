@@ -9,6 +9,7 @@ of each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ __all__ = ["Compile", "Llama", "LlamaConfig"]
 _BLOCK = 16
 """Tokens that share a read of their slot: fewer leave less padding, more read the cache less."""
 
+_Program: TypeAlias = tuple[str, int, int]
+"""An executable: its kind, its rows or tokens, and the length of the cache that it reads."""
+
 
 class Llama:
     """A Llama of static shapes on one device.
@@ -47,6 +51,8 @@ class Llama:
         batch_buckets: Row counts of a decode step; those beyond `num_slots - 1` are left out.
         prompt_buckets: Token counts of a step that takes in prompts, whosever they are; those
             beyond `max_length` are cut to it, and all are rounded up to whole blocks.
+        length_buckets: Cache lengths below `max_length` that have executables of their own: a step
+            attends over the smallest that holds its rows. Each is compiled for each kind of step.
         device: Where the caches live; the current Neuron device when None.
         compile: `neuron_streams.compile` when None, or a function of its signature.
 
@@ -66,6 +72,7 @@ class Llama:
         num_slots: int = 12,
         batch_buckets: Iterable[int] = (1, 2, 4, 8),
         prompt_buckets: Iterable[int] = (64, 256, 512),
+        length_buckets: Iterable[int] = (),
         device: torch.device | str | None = None,
         compile: Compile | None = None,  # noqa: A002
     ) -> None:
@@ -76,13 +83,15 @@ class Llama:
         self.max_length, self.num_slots = max_length, num_slots
         self.batch_buckets = _buckets("batch_buckets", batch_buckets, num_slots - 1, cut=False)
         sizes = _buckets("prompt_buckets", prompt_buckets, max_length, cut=True)
+        lengths = (*length_buckets, max_length)
+        self.length_buckets = _buckets("length_buckets", lengths, max_length, cut=True)
         self.token_block = min(_BLOCK, sizes[0])
         self.prompt_buckets = _in_blocks(sizes, self.token_block)
         self.prefill_batch = self.batch_buckets[-1]
         self.vocab_size, self.eos_token_ids = config.vocab_size, config.eos_token_ids
         self.device = _neuron_device() if device is None else torch.device(device)
         self._compile = _neuron_compile() if compile is None else compile
-        self._executables: dict[tuple[str, int], Executable] = {}
+        self._executables: dict[_Program, Executable] = {}
         self._states: dict[str, tuple[str, ...]] = {}
         self._sampling_slots: set[int] = set()
         self._adjusted_slots: set[int] = set()
@@ -120,7 +129,7 @@ class Llama:
         choice = "sampled" if bool((sampling.temperature > 0).any()) else "greedy"
         choice = choice if sampling.adjustments is None else "adjusted"
         kind = f"{choice}_prefill"
-        run = self._executable(kind, len(packing.input_ids) - rows)
+        run = self._executable(kind, len(packing.input_ids) - rows, self._length(starts + lengths))
         self._admit((starts == 0).nonzero()[:, 0], slots, sampling)
         fields = [
             _filled(field, rows, value)
@@ -185,7 +194,7 @@ class Llama:
             ValueError: No such bucket, or no window of so many steps.
         """
         kind = f"windowed{window.num_steps}_{self._choice(slots)}_decode"
-        run = self._executable(kind, input_ids.shape[0])
+        run = self._executable(kind, len(input_ids), self._length(positions + window.limits))
         inputs = input_ids, positions, slots, window.limits, window.stop_token_ids
         tokens, last, *logprobs = run(*inputs, *self._state_of(kind))
         if not logprobs or self._logprobs_slots.isdisjoint(slots.tolist()):
@@ -194,8 +203,13 @@ class Llama:
 
     def _decode(self, how: str, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Sampled:
         kind = f"{how}{self._choice(slots)}_decode"
-        run = self._executable(kind, input_ids.shape[0])
+        run = self._executable(kind, len(input_ids), self._length(positions + 1))
         return self._sampled(slots, run(input_ids, positions, slots, *self._state_of(kind)))
+
+    def _length(self, ends: Tensor) -> int:
+        """The smallest bucket of cache lengths that holds rows which end there."""
+        needed = int(ends.max())
+        return next((size for size in self.length_buckets if size >= needed), self.max_length)
 
     def _choice(self, slots: Tensor) -> str:
         """The least that honours what the slots want."""
@@ -232,7 +246,7 @@ class Llama:
         lengths = self.prompt_buckets if prompt_buckets is None else tuple(prompt_buckets)
         asked = {"greedy": True, "sampled": sampled, "adjusted": adjusted}
         kinds = [kind for kind in CHOOSERS if asked[kind]]
-        wanted = [("admit", self.prefill_batch)] if adjusted else []
+        wanted = []
         wanted += [(f"{kind}_prefill", size) for kind in kinds for size in lengths]
         how = "gathered_" if gather else ""
         wanted += [(f"{how}{kind}_decode", size) for kind in kinds for size in rows]
@@ -243,17 +257,22 @@ class Llama:
             for kind in kinds
             for size in rows
         ]
-        for kind, size in _with_bar(wanted, progress):
-            self._executable(kind, size)
+        every = [(kind, size, length) for kind, size in wanted for length in self.length_buckets]
+        if adjusted:
+            every.insert(0, ("admit", self.prefill_batch, self.max_length))
+        for kind, size, length in _with_bar(every, progress):
+            self._executable(kind, size, length)
 
-    def _executable(self, kind: str, size: int) -> Executable:
-        found = self._executables.get((kind, size))
+    def _executable(self, kind: str, size: int, length: int | None = None) -> Executable:
+        """The executable, compiled at first use; the whole length of the cache when None."""
+        length = self.max_length if length is None else length
+        found = self._executables.get((kind, size, length))
         if found is None:
-            found = self._executables[kind, size] = self._build(kind, size)
+            found = self._executables[kind, size, length] = self._build(kind, size, length)
         return found
 
-    def _build(self, kind: str, size: int) -> Executable:
-        name = f"{kind}_{size}"
+    def _build(self, kind: str, size: int, length: int) -> Executable:
+        name = f"{kind}_{size}_of_{length}" if length < self.max_length else f"{kind}_{size}"
         if kind == "remap":
             return self._compile(Remap(), {"future": _ints(size), "index": _ints(size)}, name=name)
         if kind == "admit":
@@ -261,20 +280,20 @@ class Llama:
         buckets = self.prompt_buckets if kind.endswith("prefill") else self.batch_buckets
         if size not in buckets:
             raise ValueError(f"{kind} of {size}: no such bucket; pad to one of {buckets}")
-        step = self._step(kind)
+        step = self._step(kind, length)
         self._states[kind] = step.state
         state = self._empty_state() | adjusting.empty_tables(self.num_slots, self.vocab_size)
         inputs = self._inputs(step, size) | {name: state[name] for name in step.state}
         return self._compile(step, inputs, mutates=step.mutates, name=name)
 
-    def _step(self, kind: str) -> Step | WindowStep:
+    def _step(self, kind: str, length: int) -> Step | WindowStep:
         how, _, choice = kind.partition("_")
         if not how.startswith("windowed"):
-            return Step(kind, self.weights, self.max_length)
+            return Step(kind, self.weights, length)
         num_steps = int(how.removeprefix("windowed"))
         if num_steps not in self.window_sizes:
             raise ValueError(f"a window of {num_steps} steps: choose from {self.window_sizes}")
-        return WindowStep(choice.split("_")[0], num_steps, self.weights, self.max_length)
+        return WindowStep(choice.split("_")[0], num_steps, self.weights, length)
 
     def _build_admit(self, rows: int, name: str) -> Executable:
         tables = adjusting.empty_tables(self.num_slots, self.vocab_size)
@@ -348,12 +367,12 @@ def _check_sizes(config: LlamaConfig, max_length: int, num_slots: int) -> None:
         )
 
 
-def _with_bar(items: Sequence[tuple[str, int]], progress: bool) -> Iterable[tuple[str, int]]:
+def _with_bar(items: Sequence[_Program], progress: bool) -> Iterable[_Program]:
     if not progress:
         return items
     from tqdm import tqdm
 
-    bar: Iterable[tuple[str, int]] = tqdm(items, desc="compiling", unit="executable")
+    bar: Iterable[_Program] = tqdm(items, desc="compiling", unit="executable")
     return bar
 
 

@@ -79,8 +79,8 @@ class Packed(Layers):
         *("last", "ends", "slots"),
     )
 
-    def __init__(self, weights: Weights, max_length: int) -> None:
-        super().__init__(weights, max_length, PackedLayer)
+    def __init__(self, weights: Weights, length: int) -> None:
+        super().__init__(weights, length, PackedLayer)
 
     def forward(
         self,

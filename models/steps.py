@@ -57,7 +57,8 @@ class DecodeLayer(nn.Module):
 class Layers(nn.Module):
     """What is the same for all tokens: the layers, one after another, and the rotations.
 
-    `inputs` names what `forward` takes, in order, before the cache, and what `span` takes.
+    `inputs` names what `forward` takes, in order, before the cache, and what `span` takes. Only the
+    first `length` positions of the cache are touched: attention reads all that it is given.
     """
 
     inputs: ClassVar[tuple[str, ...]]
@@ -65,18 +66,18 @@ class Layers(nn.Module):
     sin: Tensor
 
     def __init__(
-        self, weights: Weights, max_length: int, layer: Callable[[LayerWeights], nn.Module]
+        self, weights: Weights, length: int, layer: Callable[[LayerWeights], nn.Module]
     ) -> None:
         super().__init__()
-        self.weights = weights
+        self.weights, self.length = weights, length
         self.layers = nn.ModuleList(layer(block) for block in weights.blocks)
-        for name, table in zip(("cos", "sin"), weights.config.rotations(max_length), strict=True):
+        for name, table in zip(("cos", "sin"), weights.config.rotations(length), strict=True):
             self.register_buffer(name, table.to(weights.embedding.dtype))
 
     def run_layers(self, input_ids: Tensor, kv_cache: Tensor, *inputs: Tensor | int) -> Tensor:
         hidden = self.weights.embedding[input_ids.long()]
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, *inputs, kv_cache[index])
+            hidden = layer(hidden, *inputs, kv_cache[index].narrow(-2, 0, self.length))
         return hidden
 
 
@@ -85,8 +86,8 @@ class Decode(Layers):
 
     inputs = ("input_ids", "positions", "slots")
 
-    def __init__(self, weights: Weights, max_length: int) -> None:
-        super().__init__(weights, max_length, DecodeLayer)
+    def __init__(self, weights: Weights, length: int) -> None:
+        super().__init__(weights, length, DecodeLayer)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, slots: Tensor, kv_cache: Tensor

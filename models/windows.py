@@ -76,9 +76,9 @@ class WindowStep(nn.Module):
     keeps = False
     inputs = ("input_ids", "positions", "slots", "limits", "stop_token_ids")
 
-    def __init__(self, choice: str, num_steps: int, weights: Weights, max_length: int) -> None:
+    def __init__(self, choice: str, num_steps: int, weights: Weights, length: int) -> None:
         super().__init__()
-        self.decode = Decode(weights, max_length)
+        self.decode = Decode(weights, length)
         self.turns = nn.ModuleList(Turn(choice, weights) for _ in range(num_steps))
         self.tables = CHOOSERS[choice].tables
         self.state = ("kv_cache", *self.tables, "last_sampled")

@@ -10,6 +10,10 @@ what a running request waits between two of its tokens. A model that goes on wit
 ones cut to it; one that cannot takes a prompt whole. Where no row decodes nobody waits, and prompts
 are computed in the largest pieces that the model takes.
 
+**Padding.** A model that packs computes as many tokens as the smallest of its prompt buckets that
+holds them. Where prompts would leave more than half of it empty, the step takes as many as fill the
+bucket below, and the next step goes on with the rest.
+
 **Order of prompts.** With a bound the one with the fewest tokens left goes first within a priority,
 which is what makes the mean time to a first token least. A long prompt would starve under a stream
 of short ones, so `MOST_OVERTAKEN` steps may compute later prompts before it, and then it goes first
@@ -23,6 +27,7 @@ otherwise. A request that arrives meanwhile waits for the windows in flight, whi
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -76,7 +81,7 @@ class StepPolicy:
         self._windows = _windows(model, steps_per_launch)
         self._max_batch_size = max_batch_size
         self._bound = max_num_batched_tokens
-        self._largest = model.prompt_buckets[-1]
+        self._buckets = model.prompt_buckets
         self._most_prompts = model.prefill_batch
         self._mixes = hasattr(model, "packed")
         self._block = getattr(model, "token_block", 1)
@@ -103,9 +108,9 @@ class StepPolicy:
                 return Choice(dict.fromkeys(decoding, 1))
             return self._window_of(decoding)
         bound = self._bound if decoding else None
-        beside = decoding if self._mixes else []
-        room = self._largest if bound is None else min(self._largest, bound - len(beside))
-        chosen = self._fill(self._in_order(prompts), room)
+        beside, largest = decoding if self._mixes else [], self._buckets[-1]
+        room = largest if bound is None else min(largest, bound - len(beside))
+        chosen = self._fill_bucket(self._in_order(prompts), room)
         self._count_overtaken(prompts, chosen)
         self._decode_is_due = bound is not None and not self._mixes
         return Choice(dict.fromkeys(beside, 1) | chosen)
@@ -122,10 +127,25 @@ class StepPolicy:
             return sorted(prompts, key=lambda request: request.order)
         return sorted(prompts, key=_shortest_first)
 
-    def _fill(self, prompts: list[Request], room: int) -> dict[Request, int]:
+    def _fill_bucket(self, prompts: list[Request], room: int) -> dict[Request, int]:
+        """As `_fill`, in the largest bucket that is at least half full."""
+        chosen = self._fill(prompts, room, self._buckets[-1])
+        if not self._mixes:
+            return chosen
+        taken = sum(self._padded(count) for count in chosen.values())
+        fits = bisect.bisect_left(self._buckets, taken)
+        if fits in (0, len(self._buckets)) or 2 * taken >= self._buckets[fits]:
+            return chosen
+        return self._fill(prompts, room, self._buckets[fits - 1])
+
+    def _padded(self, count: int) -> int:
+        """Tokens in whole blocks."""
+        return -(-count // self._block) * self._block
+
+    def _fill(self, prompts: list[Request], room: int, bucket: int) -> dict[Request, int]:
         """Tokens of as many as fit, from the front; the first always fits."""
         chosen: dict[Request, int] = {}
-        space = self._largest - self._largest % self._block
+        space = bucket - bucket % self._block
         for request in prompts[: self._most_prompts]:
             count = self._num_tokens(request, min(room, space))
             if chosen and (count > room or count > space or self._differs(request, chosen)):
@@ -134,7 +154,7 @@ class StepPolicy:
             if self._mixes or self._bound is not None:
                 room -= count
             if self._mixes:
-                space -= -(-count // self._block) * self._block
+                space -= self._padded(count)
             if min(room, space) < 1:
                 break
         return chosen
@@ -144,7 +164,7 @@ class StepPolicy:
         if self._cuts:
             return min(left, room)
         # What a model cannot go on with is decoded token by token, though it is known.
-        return 1 if request.num_computed_tokens else min(left, self._largest)
+        return 1 if request.num_computed_tokens else min(left, self._buckets[-1])
 
     def _differs(self, request: Request, chosen: dict[Request, int]) -> bool:
         """Whether it may not share a prefill step with the others: some start, some go on."""

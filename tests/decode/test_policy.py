@@ -77,6 +77,26 @@ def test_a_model_that_packs_carries_the_running_requests_along() -> None:
     assert scheduler.stats.launches_per_token == 1
 
 
+@pytest.mark.parametrize(
+    ("length", "chunks"),
+    [(8, [8]), (9, [8, 1]), (14, [8, 6]), (16, [16]), (31, [31]), (40, [32, 8]), (33, [32, 1])],
+)
+@pytest.mark.parametrize("bound", [None, 64])
+def test_a_prompt_is_cut_where_most_of_a_bucket_would_be_padding(
+    length: int, chunks: list[int], bound: int | None
+) -> None:
+    scheduler = make(FakePackedModel, bound, prompt_buckets=(8, 32))
+    scheduler.add_request("a", [1] * length, lasting())
+    assert [step["a"] for step in steps_of(scheduler, len(chunks))] == chunks
+
+
+def test_prompts_that_leave_most_of_a_bucket_empty_share_the_one_below() -> None:
+    scheduler = make(FakePackedModel, 64, prompt_buckets=(8, 32), prefill_batch=3)
+    for name in "abc":
+        scheduler.add_request(name, [1] * 4, lasting())
+    assert steps_of(scheduler, 2) == [{"a": 4, "b": 4}, {"a": 1, "b": 1, "c": 4}]
+
+
 @pytest.mark.parametrize("kind", [FakeChunkModel, FakePackedModel])
 def test_where_nobody_decodes_a_prompt_is_not_cut(kind: type[FakeHashModel]) -> None:
     scheduler = make(kind, 4, rows=4)

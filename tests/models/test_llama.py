@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from models import toy
 from models.llama import Llama
-from neuron_streams.decode import Model, SamplingTensors
+from neuron_streams.decode import Model, SamplingTensors, Window
+from neuron_streams.decode.model import MAX_STOP_IDS
 from tests.models.driver import Request, decode, fresh, ints, prefill, run
 from tests.models.peer import greedy_tokens, in_transformers
 from tests.models.reference import compile_eager
@@ -177,33 +178,73 @@ def test_only_batches_that_sample_use_the_sampler():
     prefill(made, sampled)
     decode(made, [greedy])
     assert list(made._executables) == [
-        ("greedy_prefill", 8),
-        ("sampled_prefill", 8),
-        ("greedy_decode", 1),
+        ("greedy_prefill", 8, made.max_length),
+        ("sampled_prefill", 8, made.max_length),
+        ("greedy_decode", 1, made.max_length),
     ]
     decode(made, [sampled])
-    assert ("sampled_decode", 1) in made._executables
+    assert ("sampled_decode", 1, made.max_length) in made._executables
     prefill(made, Request(PROMPTS[0], 1))
     made._executables.clear()
     decode(made, [Request([3], 1, tokens=[1]), greedy])
-    assert list(made._executables) == [("greedy_decode", 2)]
+    assert list(made._executables) == [("greedy_decode", 2, made.max_length)]
 
 
 def test_warm_up_compiles_what_is_asked_for(capsys):
     made = model()
     made.warm_up(batch_buckets=[2], prompt_buckets=[8], progress=True)
-    assert set(made._executables) == {("greedy_prefill", 8), ("greedy_decode", 2)}
+    assert set(made._executables) == {
+        ("greedy_prefill", 8, made.max_length),
+        ("greedy_decode", 2, made.max_length),
+    }
     assert "compiling" in capsys.readouterr().err
     made.warm_up(sampled=True)
     assert len(made._executables) == 10
     made.warm_up(adjusted=True, gather=True, batch_buckets=[1], prompt_buckets=[8])
-    assert {kind for kind, _ in made._executables} > {"admit", "gathered_adjusted_decode"}
+    assert {kind for kind, *_ in made._executables} > {"admit", "gathered_adjusted_decode"}
     assert "token_counts" not in made._state
 
 
 def test_buckets_fit_the_sizes():
     made = model(max_length=32, num_slots=4, batch_buckets=(8, 1, 3), prompt_buckets=(128, 8, 64))
     assert (made.batch_buckets, made.prompt_buckets) == ((1, 3), (8, 32))
+
+
+def test_a_step_attends_over_the_smallest_length_that_holds_its_rows_and_gives_the_same_tokens():
+    made = model(length_buckets=(32, 16, 200))
+    assert made.length_buckets == (16, 32, 64)
+    short, long = (Request(PROMPTS[0], 1), Request(PROMPTS[2], 2))
+    for request in (short, long):
+        prefill(made, request)
+    for _ in range(30):
+        decode(made, [short, long])
+    whole = [run(model(), fresh(request, request.slot), 31) for request in (short, long)]
+    assert [short.tokens, long.tokens] == whole
+    assert list(made._executables) == [
+        ("greedy_prefill", 8, 16),
+        ("greedy_prefill", 16, 16),
+        ("greedy_decode", 2, 16),
+        ("greedy_decode", 2, 32),
+        ("greedy_decode", 2, 64),
+    ]
+
+
+def test_a_window_attends_over_a_length_that_holds_its_last_step():
+    made = model(length_buckets=(16,))
+    request = Request(PROMPTS[0], 1)
+    prefill(made, request)
+    stops = torch.full((1, MAX_STOP_IDS), -1, dtype=torch.int32)
+    for position, limit, length in ((8, 8, 16), (9, 8, 64), (9, 7, 16)):
+        made._executables.clear()
+        made.decode_window(ints([1]), ints([position]), ints([1]), Window(ints([limit]), stops, 8))
+        assert list(made._executables) == [("windowed8_greedy_decode", 1, length)]
+
+
+def test_warm_up_compiles_each_length():
+    made = model(length_buckets=(16,))
+    made.warm_up(batch_buckets=[2], prompt_buckets=[8])
+    assert {length for *_, length in made._executables} == {16, 64}
+    assert len(made._executables) == 4
 
 
 def test_the_longest_slot_can_be_filled():

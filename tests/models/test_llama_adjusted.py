@@ -61,7 +61,7 @@ def test_rows_that_adjust_and_rows_that_do_not_share_a_batch():
     for step in range(11):
         decode(made, together[step % 4 :] + together[: step % 4])
     assert [request.tokens for request in together] == alone
-    assert {kind for kind, _ in made._executables} >= {"adjusted_decode", "greedy_prefill"}
+    assert {kind for kind, *_ in made._executables} >= {"adjusted_decode", "greedy_prefill"}
     counts = made._state["token_counts"][:, 5]
     assert torch.bincount(torch.tensor(PROMPT), minlength=97).equal(counts[0].long())
     assert torch.bincount(torch.tensor(alone[0][:-1]), minlength=97).equal(counts[1].long())
@@ -86,7 +86,10 @@ def test_a_plain_tenant_after_one_that_adjusts_brings_back_the_plain_executables
     run(made, Request(PROMPT, 1), 3)
     made._executables.clear()
     run(made, Request(PROMPT, 1), 3)
-    assert list(made._executables) == [("greedy_prefill", 8), ("greedy_decode", 1)]
+    assert list(made._executables) == [
+        ("greedy_prefill", 8, made.max_length),
+        ("greedy_decode", 1, made.max_length),
+    ]
 
 
 @pytest.mark.parametrize("piece", [1, 4, 7])
@@ -155,7 +158,7 @@ def test_log_probabilities_come_only_where_a_row_wants_them():
     prefill(made, quiet)
     decode(made, [quiet, None])
     assert quiet.logprobs == []
-    assert ("adjusted_decode", 2) in made._executables
+    assert ("adjusted_decode", 2, made.max_length) in made._executables
 
 
 def test_a_vocabulary_may_be_smaller_than_the_alternatives():
