@@ -257,7 +257,7 @@ def check_against_oracle(
     assert results.logprobs.get(name, []) == (reference_logprobs(one.prompt, got, one.params) or [])
     if failed:
         assert isinstance(model, FakeHashModel)
-        assert isinstance(results.errors[name], ArithmeticError)
+        assert isinstance(results.errors[name], ArithmeticError), repr(results.errors[name])
         assert got == want[: len(got)]
         return
     assert (got, results.reasons[name]) == (want, reason)
