@@ -26,9 +26,9 @@ import torch
 import neuron_streams
 from benchmarks.report import Row, percentile
 from models.busy import spin
+from neuron_streams._context import core
 from neuron_streams._runtime.port import Payload
 from neuron_streams._runtime.program import load_on_cpu
-from neuron_streams.context import core
 from neuron_streams.testing import EmulatedRuntime, Gate, use_runtime
 
 STEPS = 150  # executions in a row, of about 2 ms

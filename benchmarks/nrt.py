@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.report import Row, percentile
 from models.busy import spin
+from neuron_streams._context import context, core
 from neuron_streams._runtime.port import Ticket
-from neuron_streams.context import context, core
 from neuron_streams.testing import use_runtime
 from tests.runtime.nrt.doubled import ABIS, DoubleRuntime, payload
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from neuron_streams.context import DeviceLike, index_of
-from neuron_streams.stream import stream as stream_context
+from neuron_streams._context import DeviceLike, index_of
+from neuron_streams._stream import stream as stream_context
 
 __all__ = [
     "broadcast",

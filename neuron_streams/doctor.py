@@ -19,9 +19,9 @@ import torch
 
 from neuron_streams import _native
 from neuron_streams._compiler import neuron as neuron_compiler
+from neuron_streams._device import get_device_name, init
 from neuron_streams._runtime import cache, extension, process, toolchain
 from neuron_streams._runtime.nrt.survey import Survey, survey
-from neuron_streams.device import get_device_name, init
 
 __all__ = ["Report", "examine"]
 

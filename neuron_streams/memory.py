@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from neuron_streams._context import DeviceLike, context, core, index_of
 from neuron_streams._runtime import process
-from neuron_streams.context import DeviceLike, context, core, index_of
 
 __all__ = [
     "empty_cache",

@@ -11,7 +11,7 @@ from typing import overload
 
 import torch
 
-from neuron_streams.context import DeviceLike, context, core, index_of, lazy_call
+from neuron_streams._context import DeviceLike, context, core, index_of, lazy_call
 
 __all__ = [
     "default_generators",

@@ -13,12 +13,12 @@ from typing import TypeVar
 import torch
 from typing_extensions import Self
 
+from neuron_streams._context import context, core, replace
 from neuron_streams._runtime import process
 from neuron_streams._runtime.emulated import EmulatedRuntime
 from neuron_streams._runtime.manual import DeadlockError, ManualRuntime
 from neuron_streams._runtime.port import Runtime
-from neuron_streams.context import context, core, replace
-from neuron_streams.stream import as_stream, current_stream
+from neuron_streams._stream import as_stream, current_stream
 
 __all__ = ["DeadlockError", "EmulatedRuntime", "Gate", "ManualRuntime", "is_ready", "use_runtime"]
 

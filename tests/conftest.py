@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import neuron_streams
-from neuron_streams.context import replace
+from neuron_streams._context import replace
 
 torch.set_num_threads(1)
 settings.register_profile(

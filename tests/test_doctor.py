@@ -7,7 +7,7 @@ import json
 import pytest
 
 from neuron_streams.__main__ import main
-from neuron_streams.context import core
+from neuron_streams._context import core
 from neuron_streams.doctor import examine
 
 

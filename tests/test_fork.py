@@ -20,7 +20,7 @@ e.record(s)
 other.wait_event(e)
 with neuron_streams.stream(other):
     y = x + 1
-runtime = neuron_streams.context.context().runtime
+runtime = neuron_streams._context.context().runtime
 last = other._state.ticket()
 """
 CALLS = """
@@ -112,7 +112,7 @@ if child:
 from neuron_streams._runtime import extension, process
 locked, stopping = threading.Event(), threading.Event()
 def hold():
-    with process._lock, extension._loading, neuron_streams.context._lock:
+    with process._lock, extension._loading, neuron_streams._context._lock:
         locked.set()
         stopping.wait()
 threading.Thread(target=hold).start()

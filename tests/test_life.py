@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import neuron_streams
-from neuron_streams.context import context
+from neuron_streams._context import context
 from neuron_streams.testing import EmulatedRuntime, Gate, use_runtime
 
 PRELUDE = """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import operator
+import pkgutil
 import re
 import sys
 from pathlib import Path
@@ -156,18 +158,37 @@ def test_what_is_absent_says_what_to_use(row):
 def test_what_to_use_instead_is_there(row):
     for path in re.findall(r"neuron_streams((?:\.\w+)+)", row.note):
         found = operator.attrgetter(path[1:])(neuron_streams)
-        # A module is a module: `neuron_streams.stream`, say, is a file and the name of a function.
         assert callable(found) or sys.modules.get(f"neuron_streams{path}") is found, path
 
 
-def test_the_module_of_streams_is_replaced_by_what_it_holds():
-    names = "Stream", "Event", "ExternalStream"
-    with pytest.raises(AbsentError) as caught:
-        _ = neuron_streams.streams
-    for name in names:
-        assert f"neuron_streams.{name}" in str(caught.value)
-        assert isinstance(getattr(neuron_streams, name), type)
+def test_the_module_of_streams_holds_what_torch_has_there():
+    module = importlib.import_module("neuron_streams.streams")
+    assert module is neuron_streams.streams
+    for name in ("Stream", "Event", "ExternalStream"):
         assert hasattr(torch.cuda.streams, name)
+    for name in module.__all__:
+        assert getattr(module, name) is getattr(neuron_streams, name)
+
+
+def test_a_submodule_is_not_named_as_a_function_or_a_class():
+    for module in pkgutil.iter_modules(neuron_streams.__path__):
+        path = f"neuron_streams.{module.name}"
+        if module.name != "__main__" and not module.name.startswith("_"):
+            assert importlib.import_module(path) is getattr(neuron_streams, module.name)
+
+
+def test_public_classes_say_the_package_and_not_a_file_of_it():
+    for name in dir(neuron_streams):
+        value = getattr(neuron_streams, name)
+        if isinstance(value, type) and value.__module__.startswith("neuron_streams"):
+            assert value.__module__ == "neuron_streams", name
+
+
+def test_dir_shows_public_names_alone():
+    names = dir(neuron_streams)
+    assert not [name for name in names if name.startswith("_") and not name.endswith("__")]
+    assert {"Stream", "Event", "current_stream", "memory", "streams"} < set(names)
+    assert "TYPE_CHECKING" not in names
 
 
 def test_absent_methods_raise_on_objects():

@@ -1,6 +1,6 @@
 """How a compiled program runs: its libraries opened, its steps in one call without the GIL.
 
-`native.c` walks the steps. Tensors become handles of libtorch's C ABI and back by two private
+`chain.c` walks the steps. Tensors become handles of libtorch's C ABI and back by two private
 functions of torch that its own Python wrapper of AOTInductor rests on; `supported` says whether
 they are there.
 """
@@ -74,7 +74,7 @@ class _Instance:
         weakref.finalize(self, delete, self.container).atexit = False
 
     def asks(self) -> int | None:
-        """The address of the function that says why a run failed, for native.c."""
+        """The address of the function that says why a run failed, for chain.c."""
         return _address(getattr(self._open, "AOTInductorGetLastError", None))
 
     def last_error(self) -> str:
@@ -87,7 +87,7 @@ class _Instance:
 
 
 class _Chain:
-    """The program as native.c takes it. Everything it points to is kept here."""
+    """The program as chain.c takes it. Everything it points to is kept here."""
 
     def __init__(self, program: Program, instances: list[_Instance]) -> None:
         code = list(itertools.chain.from_iterable(words(program)))

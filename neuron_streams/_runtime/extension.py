@@ -1,7 +1,7 @@
 """The C++ extension: lanes, memory and commands, and the device that torch sees.
 
 Compiled once, at first use, and kept in the cache by its sources, torch, Python, the compiler and
-its flags. Its sources are the native worker here (worker/*.c, native.c) and the backend beside it
+its flags. Its sources are the native worker here (worker/*.c, chain.c) and the backend beside it
 (../_torch/csrc): one library, since each command passes through both. The backend of process groups
 (../_torch/c10d) is another, since few programs need it.
 """
@@ -83,7 +83,7 @@ EXTENSION = Library(
         ),
         ("buffer", "command", "native", "stream", "guard", "engine", "exit", "foreign", "python"),
     ),
-    (*sorted((_HERE / "worker").glob("*.[ch]")), _HERE / "native.c"),
+    (*sorted((_HERE / "worker").glob("*.[ch]")), _HERE / "chain.c"),
 )
 PROCESS_GROUP = Library(
     "_neuron_c10d",

@@ -84,7 +84,7 @@ def contiguous(size: Iterable[int]) -> tuple[int, ...]:
 
 
 def words(program: Program) -> Iterator[list[int]]:
-    """The steps as native.c reads them, each value moved or dropped at its last use."""
+    """The steps as chain.c reads them, each value moved or dropped at its last use."""
     for step, doomed in zip(program.steps, _doomed(program), strict=True):
         if isinstance(step, Slice):
             yield [1, step.source, step.target, len(step.size), *step.size, *step.stride]

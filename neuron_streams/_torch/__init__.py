@@ -4,5 +4,6 @@ csrc/           the C++ extension
 c10d/           the C++ backend of process groups, a library of its own
 before_use.py   what torch asks before the first use
 distributed.py  process groups take device tensors
+dynamo.py       torch.compile stays out of this package and drops no stream
 dlpack.py       other libraries of the process do
 """

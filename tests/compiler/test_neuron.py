@@ -10,7 +10,7 @@ import torch
 import neuron_streams
 from neuron_streams._compiler import neuron
 from neuron_streams._runtime import cache
-from neuron_streams.executable import Executable
+from neuron_streams.executables import Executable
 from neuron_streams.testing import use_runtime
 from tests.runtime.nrt.doubled import ABIS, DoubleRuntime
 from tests.runtime.nrt.neuronx import NATIVE, NEITHER, XLA, environment

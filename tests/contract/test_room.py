@@ -9,8 +9,8 @@ import threading
 import pytest
 
 import neuron_streams
+from neuron_streams._context import context, core
 from neuron_streams._runtime.lanes import OUTSTANDING
-from neuron_streams.context import context, core
 from neuron_streams.testing import ManualRuntime, use_runtime
 from tests.contract.conftest import RUNTIMES
 from tests.runtime.commands import call, view_of

@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 
+from neuron_streams._context import core
 from neuron_streams._runtime.port import Ticket, Unit
-from neuron_streams.context import core
 from neuron_streams.errors import CancelledError
 from neuron_streams.testing import DeadlockError, ManualRuntime
 from tests.runtime.commands import Commands, view_of

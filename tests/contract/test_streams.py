@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from neuron_streams.context import context
+from neuron_streams._context import context
 
 
 def work(streams, device, value=1.0):

@@ -32,8 +32,8 @@ from hypothesis.stateful import (
 )
 
 import neuron_streams
+from neuron_streams._context import context, core
 from neuron_streams._runtime.port import Buffer, Ticket
-from neuron_streams.context import context, core
 from neuron_streams.testing import DeadlockError, EmulatedRuntime, Gate, ManualRuntime, use_runtime
 from tests.runtime.commands import view_of
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from neuron_streams._context import context, core
 from neuron_streams._runtime.port import Unit
-from neuron_streams.context import context, core
 
 
 class Handle:

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import neuron_streams
+from neuron_streams._context import core
 from neuron_streams._runtime.port import Ticket, Unit
-from neuron_streams.context import core
 from neuron_streams.testing import EmulatedRuntime, Gate, use_runtime
 from tests.runtime.commands import Commands, call
 

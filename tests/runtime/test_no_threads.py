@@ -30,7 +30,7 @@ from tests.decode.engines import limited, oracle
 MANY, REFUSED = 1 << 30, "^can't start new thread: neuron:0 has none yet"
 """
 START = """
-core = neuron_streams.context.core()
+core = neuron_streams._context.core()
 runtime = EmulatedRuntime(2)
 lane = runtime.open_lane(0)
 """

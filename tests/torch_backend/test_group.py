@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 import neuron_streams
+from neuron_streams._context import core
 from neuron_streams._runtime import extension
-from neuron_streams.context import core
 from neuron_streams.testing import Gate
 from tests.torch_backend import children
 
@@ -201,7 +201,7 @@ CONNECT = """
 import threading
 import torch.distributed as dist
 from neuron_streams._runtime import extension
-from neuron_streams.context import core
+from neuron_streams._context import core
 neuron_streams.init()
 store, made = dist.HashStore(), [None, None]
 def run(rank):

@@ -211,7 +211,7 @@ backward("cpu")
 """,
         "a backward of the host starts the runtime": """
 import neuron_streams
-neuron_streams.context.core()
+neuron_streams._context.core()
 backward("cpu")
 """,
         "a backward of the device is the first": """

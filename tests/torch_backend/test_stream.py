@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import neuron_streams
-from neuron_streams.context import core
+from neuron_streams._context import core
 from neuron_streams.testing import Gate, ManualRuntime, use_runtime
 
 

@@ -8,7 +8,7 @@
 #include <ATen/EmptyTensor.h>
 #include <c10/core/InferenceMode.h>
 
-// The chain runner, ../../_runtime/native.c.
+// The chain runner, ../../_runtime/chain.c.
 extern "C" int64_t ns_run(const void* program, void* const* inputs, void** results);
 extern "C" const char* ns_complaint(void);
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from neuron_streams.context import context, core, replace
+from neuron_streams._context import context, core, replace
 from tests.runtime.nrt.doubled import ABIS, DoubleRuntime, payload
 
 

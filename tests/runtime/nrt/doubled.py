@@ -30,7 +30,7 @@ from neuron_streams._runtime.nrt.runtime import NrtRuntime
 from neuron_streams._runtime.nrt.status import Status
 from neuron_streams._runtime.port import Kind, Payload
 from neuron_streams._runtime.program import load_on_cpu
-from neuron_streams.executable import Executable
+from neuron_streams.executables import Executable
 
 ABIS = ("2.28", "2.29", "2.30")
 FOLDER = Path(__file__).parent

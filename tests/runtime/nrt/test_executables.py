@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import neuron_streams
-from neuron_streams.executable import Executable
+from neuron_streams.executables import Executable
 from tests.runtime.nrt.doubled import neff, on_double
 
 

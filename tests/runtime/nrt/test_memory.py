@@ -7,8 +7,8 @@ import gc
 import pytest
 import torch
 
+from neuron_streams._context import core
 from neuron_streams._runtime.nrt.memory import rounded
-from neuron_streams.context import core
 from tests.runtime.nrt.conftest import Kernels, buffer_of, floats, view_of
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from neuron_streams._context import core
 from neuron_streams._runtime.nrt.model import Neff
 from neuron_streams._runtime.nrt.status import NrtError
 from neuron_streams._runtime.port import Payload
-from neuron_streams.context import core
 from tests.runtime.nrt.conftest import Kernels, floats, read, view_of
 from tests.runtime.nrt.doubled import payload
 

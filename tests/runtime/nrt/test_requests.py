@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
+from neuron_streams._context import core
 from neuron_streams._runtime.nrt.requests import _model_of, block_of
-from neuron_streams.context import core
 from neuron_streams.testing import ManualRuntime
 from tests.runtime.nrt.conftest import Kernels, buffer_of, floats, read, view_of
 

@@ -19,6 +19,7 @@ import numpy
 import pytest
 import torch
 
+from neuron_streams._context import core
 from neuron_streams._runtime.nrt import notice
 from neuron_streams._runtime.nrt import runtime as runtime_module
 from neuron_streams._runtime.nrt.memory import Memory
@@ -30,7 +31,6 @@ from neuron_streams._runtime.nrt.runtime import NrtRuntime
 from neuron_streams._runtime.nrt.sets import SetPair, Sets
 from neuron_streams._runtime.nrt.status import DeviceLostError, Status
 from neuron_streams._runtime.port import Kind
-from neuron_streams.context import core
 from tests.runtime.nrt.conftest import Kernels, floats, view_of
 
 RULES = []

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import neuron_streams
+from neuron_streams._context import core
 from neuron_streams._runtime import process
 from neuron_streams._runtime.nrt.status import LibraryError, NrtError, Status
 from neuron_streams._runtime.port import CancelledError
-from neuron_streams.context import core
 from neuron_streams.testing import Gate
 from tests.runtime.nrt.conftest import Kernels, floats, read, view_of
 from tests.runtime.nrt.doubled import Double, DoubleRuntime, payload

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import neuron_streams
+from neuron_streams._context import context, core
 from neuron_streams._runtime.nrt.status import NrtError, Status
-from neuron_streams.context import context, core
 from neuron_streams.testing import Gate
 
 

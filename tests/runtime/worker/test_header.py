@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from neuron_streams._context import core
 from neuron_streams._runtime import lanes, worker
 from neuron_streams._runtime.port import Kind, Unit
-from neuron_streams.context import core
 from tests.runtime.commands import call, view_of
 
 HEADER = (Path(worker.__file__).parent / "worker.h").read_text()

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+import torch
+
 __all__ = ["prepare"]
 
 Hook = Callable[[Any], None]
@@ -47,9 +49,8 @@ def _refuse_to_drop(streams: Any) -> None:
         return
 
     def entered(self: Any, tx: Any, *args: Any) -> Any:
-        from neuron_streams.stream import NeuronStream
-
-        if isinstance(getattr(self, "value", None), NeuronStream):
+        stream = getattr(self, "value", None)
+        if isinstance(stream, torch.Stream) and stream.device.type == "neuron":
             _warn_once()
             _break_graph()
         return enter(self, tx, *args)

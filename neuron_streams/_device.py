@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from neuron_streams._context import DeviceLike, begin, context, core, has_name, index_of, lazy_call
 from neuron_streams._runtime import process
-from neuron_streams.context import DeviceLike, begin, context, core, has_name, index_of, lazy_call
 from neuron_streams.errors import AcceleratorError
 
 __all__ = [
@@ -143,7 +143,7 @@ class device_of(device):  # noqa: N801  (torch.cuda spells it so)
 
 def _set_stream_by_id(stream_id: int, device_index: int, device_type: int) -> None:
     """Make the stream with these ids current for the calling thread; Dynamo uses it."""
-    from neuron_streams.stream import Stream, set_stream
+    from neuron_streams._stream import Stream, set_stream
 
     set_stream(Stream(stream_id=stream_id, device_index=device_index, device_type=device_type))
 
@@ -254,7 +254,7 @@ def _sleep(cycles: int) -> None:
 
     Host: returns at once. Stream: sleeps. Source: torch.cuda._sleep, whose cycles are GPU clocks.
     """
-    from neuron_streams.stream import current_stream
+    from neuron_streams._stream import current_stream
 
     current_stream()._submit(core().Sleep(operator.index(cycles) * 1e-9))
 

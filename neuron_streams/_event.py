@@ -12,10 +12,9 @@ import torch
 from typing_extensions import Self
 
 from neuron_streams import surface
+from neuron_streams._context import context, core
 from neuron_streams._runtime.port import Ticket
-from neuron_streams.context import context, core
-from neuron_streams.errors import UnsupportedError
-from neuron_streams.stream import (
+from neuron_streams._stream import (
     current_stream,
     foreign_event,
     foreign_stream,
@@ -23,6 +22,7 @@ from neuron_streams.stream import (
     is_stream,
     weakly,
 )
+from neuron_streams.errors import UnsupportedError
 
 __all__ = ["Event"]
 

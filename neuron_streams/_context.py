@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import backend_registration
 
-from neuron_streams import _dynamo, _exit
+from neuron_streams import _exit
 from neuron_streams._runtime import extension, process
 from neuron_streams._runtime.port import (
     CancelledError,
@@ -31,7 +31,7 @@ from neuron_streams._runtime.port import (
     Runtime,
     Ticket,
 )
-from neuron_streams._torch import before_use, distributed, dlpack
+from neuron_streams._torch import before_use, distributed, dlpack, dynamo
 from neuron_streams.errors import AcceleratorError
 
 __all__ = [
@@ -137,7 +137,7 @@ def _load() -> Any:
             cancelled = CancelledError
             forked = process.FORKED
             made.bind(context, Ticket, raise_first, _say_on_host, cancelled, _exit, forked)
-            _dynamo.prepare()
+            dynamo.prepare()
             dlpack.register(_reaches_memory, made.note_shared)
             _core = made
     return _core

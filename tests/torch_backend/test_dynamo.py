@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import neuron_streams
-from neuron_streams import _dynamo
+from neuron_streams._torch import dynamo
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_streams_made_inside_are_new_each_time():
 
 
 def test_the_form_that_dynamo_drops_runs_and_is_warned_about_once(monkeypatch):
-    monkeypatch.setattr(_dynamo, "_warned", False)
+    monkeypatch.setattr(dynamo, "_warned", False)
     s, e = neuron_streams.Stream(), neuron_streams.Event()
 
     @torch.compile(backend="eager")
@@ -88,7 +88,7 @@ def test_the_form_that_dynamo_drops_runs_and_is_warned_about_once(monkeypatch):
 
 
 def test_nothing_is_mended_twice():
-    _dynamo.prepare()
-    assert _dynamo._hooks == {}
+    dynamo.prepare()
+    assert dynamo._hooks == {}
     rules = torch._dynamo.trace_rules.SKIP_DIRS
     assert len([d for d in rules if d.rstrip("/").endswith("neuron_streams")]) == 1

@@ -9,8 +9,8 @@ import torch
 import neuron_streams
 from neuron_streams import Executable, compile  # noqa: A004
 from neuron_streams._compiler import plan
-from neuron_streams.context import core
-from neuron_streams.executable import TensorSpec
+from neuron_streams._context import core
+from neuron_streams.executables import TensorSpec
 from neuron_streams.testing import Gate
 from tests.compiler.compiled import deep, model, needs_cxx, pair
 from tests.compiler.plans import deep_inputs

@@ -12,8 +12,8 @@ from typing import Any
 
 from typing_extensions import Self
 
-from neuron_streams.context import DeviceLike, context, core, index_of
-from neuron_streams.stream import DEVICE_TYPE, NeuronStream, default_stream
+from neuron_streams._context import DeviceLike, context, core, index_of
+from neuron_streams._stream import DEVICE_TYPE, NeuronStream, default_stream
 
 __all__ = ["ExternalStream", "get_stream_from_external", "state_of"]
 

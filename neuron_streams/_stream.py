@@ -1,7 +1,7 @@
 """Streams: in-order lists of commands on a device, spelled as in torch.cuda.
 
 A stream is a view of a lane of the runtime, which lives in the extension together with what each
-thread has as current. `external` has ids and handles.
+thread has as current. `_external` has ids and handles.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeGuard
 import torch
 from typing_extensions import Self
 
+from neuron_streams._context import DeviceLike, context, core, index_of
 from neuron_streams._runtime.port import Command, Ticket
-from neuron_streams.context import DeviceLike, context, core, index_of
 from neuron_streams.errors import ForeignError, UnsupportedError
 
 if TYPE_CHECKING:
-    from neuron_streams.event import Event
+    from neuron_streams._event import Event
 
 __all__ = [
     "NeuronStream",
@@ -64,7 +64,7 @@ class NeuronStream(torch.Stream):
     def __new__(cls, device: DeviceLike = None, priority: int = 0, **kwargs: Any) -> Self:
         context()
         if kwargs:
-            from neuron_streams.external import state_of
+            from neuron_streams._external import state_of
 
             return cls._of(*state_of(device, **kwargs))
         clamped = min(LEAST_PRIORITY, max(GREATEST_PRIORITY, operator.index(priority)))
@@ -148,7 +148,7 @@ class NeuronStream(torch.Stream):
 
     def record_event(self, event: torch.Event | None = None) -> Event:
         """Record an event here, a new one if none is given; returns it. Host: returns at once."""
-        from neuron_streams.event import Event
+        from neuron_streams._event import Event
 
         recorded = Event() if event is None else event
         if not is_event(recorded):

@@ -17,8 +17,8 @@ from typing_extensions import Self
 
 from neuron_streams._compiler import archive
 from neuron_streams._compiler.signature import Signature, TensorSpec, describe
+from neuron_streams._context import context, core
 from neuron_streams._runtime.port import Payload, Runtime
-from neuron_streams.context import context, core
 
 __all__ = ["Executable", "TensorSpec", "compile"]
 
