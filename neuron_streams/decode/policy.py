@@ -108,7 +108,8 @@ class StepPolicy:
                 return Choice(dict.fromkeys(decoding, 1))
             return self._window_of(decoding)
         bound = self._bound if decoding else None
-        beside, largest = decoding if self._mixes else [], self._buckets[-1]
+        beside = decoding if self._mixes else []
+        largest = self._buckets[-1]
         room = largest if bound is None else min(largest, bound - len(beside))
         chosen = self._fill_bucket(self._in_order(prompts), room)
         self._count_overtaken(prompts, chosen)

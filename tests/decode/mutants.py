@@ -205,9 +205,7 @@ MUTANTS = {
         "return sorted(prompts, key=lambda request: request.order)",
         "return prompts[::-1]",
     ),
-    "a chunk beyond the bound": Mutant(
-        "policy", "min(self._largest, bound - len(beside))", "self._largest"
-    ),
+    "a chunk beyond the bound": Mutant("policy", "min(largest, bound - len(beside))", "largest"),
     "rows that decode take no room": Mutant("policy", "bound - len(beside))", "bound)"),
     "the bound holds where nobody waits": Mutant(
         "policy", "bound = self._bound if decoding else None", "bound = self._bound"
@@ -219,12 +217,11 @@ MUTANTS = {
     "rows that decode stay behind": Mutant(
         "policy", "beside = decoding if self._mixes else []", "beside = []"
     ),
-    "a prompt too many for the bucket": Mutant(
-        "policy", "space -= -(-count // self._block) * self._block", "pass"
-    ),
+    "a prompt too many for the bucket": Mutant("policy", "space -= self._padded(count)", "pass"),
     "blocks are not rounded up": Mutant(
         "policy", "-(-count // self._block) * self._block", "count"
     ),
+    "a bucket of padding": Mutant("policy", "2 * taken >= self._buckets[fits]", "True"),
     "some start and some go on": Mutant(
         "policy", "return not self._mixes and not starts", "return False"
     ),
