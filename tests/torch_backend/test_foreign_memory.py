@@ -67,11 +67,14 @@ def test_a_read_waits_for_writes_through_dlpack(part):
 
 
 def test_dlpack_memory_lives_as_long_as_its_tensor():
+    other = torch.zeros(1, device="neuron")
+    neuron_streams.synchronize()
     before = neuron_streams.memory_allocated()
     y = torch.from_dlpack(torch.full((1 << 16,), 3.0, device="neuron"))
     assert neuron_streams.memory_allocated() - before == 4 << 16
     assert y.sum().item() == 3 << 16
     del y
+    other.add_(1)  # a command lets go of its tensors just behind its completion, before the next
     neuron_streams.synchronize()
     assert neuron_streams.memory_allocated() == before
 
