@@ -246,8 +246,7 @@ class Llama:
         lengths = self.prompt_buckets if prompt_buckets is None else tuple(prompt_buckets)
         asked = {"greedy": True, "sampled": sampled, "adjusted": adjusted}
         kinds = [kind for kind in CHOOSERS if asked[kind]]
-        wanted = []
-        wanted += [(f"{kind}_prefill", size) for kind in kinds for size in lengths]
+        wanted = [(f"{kind}_prefill", size) for kind in kinds for size in lengths]
         how = "gathered_" if gather else ""
         wanted += [(f"{how}{kind}_decode", size) for kind in kinds for size in rows]
         windows = [steps for steps in self.window_sizes if steps <= steps_per_launch]
@@ -257,9 +256,8 @@ class Llama:
             for kind in kinds
             for size in rows
         ]
-        every = [(kind, size, length) for kind, size in wanted for length in self.length_buckets]
-        if adjusted:
-            every.insert(0, ("admit", self.prefill_batch, self.max_length))
+        every = [("admit", self.prefill_batch, self.max_length)] if adjusted else []
+        every += [(kind, size, length) for kind, size in wanted for length in self.length_buckets]
         for kind, size, length in _with_bar(every, progress):
             self._executable(kind, size, length)
 

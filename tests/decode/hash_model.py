@@ -7,6 +7,7 @@ see hash_adjustments.py.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -127,6 +128,7 @@ class FakeHashModel(Sizes):
         self.counts = [Counts() for _ in range(self.num_slots)]
         self.wants_logprobs = [False] * self.num_slots  # the host's own, ahead of the device
         self.last_sampled = [BAD] * self.num_slots
+        self.stopped: set[int] = set()  # slots whose row has stopped in a window
         self.fail_at: set[int] = set()
         self.refuse_at: set[int] = set()
         self.refused: list[list[int]] = []
@@ -168,6 +170,7 @@ class FakeHashModel(Sizes):
                     continue
                 self.mix[slot], self.adjusted[slot] = mixes[row], adjusted[row]
                 if not begins[row]:
+                    self.stopped.discard(slot)
                     self.history[slot] = [BAD] * self.max_length
                     self.counts[slot] = Counts()
                 for position in range(begins[row], ends[row]):
@@ -239,6 +242,8 @@ class FakeHashModel(Sizes):
             for row, alive in enumerate(live):
                 ids[row] = tokens[row] if alive else ids[row]
             steps.append([t if alive else NO_TOKEN for t, alive in zip(tokens, live, strict=True)])
+        ended = [last in row_stops for last, row_stops in zip(ids, stops, strict=True)]
+        self.stopped.update(itertools.compress(slots, ended))
         return steps, likeliest
 
     def _decode(self, ids: list[int], positions: list[int], slots: list[int]) -> list[int]:
@@ -268,10 +273,10 @@ class FakeHashModel(Sizes):
     def _next(self, slot: int, length: int) -> int:
         if slot == 0:
             return 0
-        # A row may have stopped in a window whose tokens are still in flight; a step behind it then
-        # leaves a hole and gives a token that is dropped. In a row that goes on a hole gives other
-        # tokens than the oracle's.
         history = self.history[slot][:length]
+        # A step behind a window that stopped the row leaves a hole, and its token is dropped.
+        has_hole = BAD in history and slot not in self.stopped
+        assert not has_hole, f"a hole in the history of slot {slot}: {history}"
         adjusted, counts = self.adjusted[slot], self.counts[slot]
         value = hash_of(history, self.mix[slot] + adjusted.mix_with(counts.prompt, counts.output))
         return choose(value, self.vocab_size, adjusted.excluded_at(length))
