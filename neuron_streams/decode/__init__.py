@@ -7,6 +7,8 @@ the parts are public for those who build a loop of their own.
     sampling_params.py  how tokens are chosen, and when to stop
     request.py    what a caller asks for and gets
     admission.py  what is refused before it is queued
+    capacity.py   which requests hold slots and rows, and which wait
+    request_queue.py  a priority queue from which any request can be removed
     logprobs.py   log-probabilities, as a caller gets them
     detokenizer.py  tokens to text as they arrive, and the stop strings in it
     schedule.py   a step, as data
@@ -23,6 +25,8 @@ the parts are public for those who build a loop of their own.
     outbox.py     what no step has given yet, and callbacks that are due
     loop.py       what drives all of it
     generate.py   prompts in, an iterator out
+    life.py       whether a loop can go on, and what it has ended of
+    future.py     a result that comes once, for threads that may be interrupted anywhere
     engine.py     a thread that drives a loop for callers on other threads
     engine_core.py  what that thread does
     request_stream.py  one request's outputs, to iterate over
